@@ -30,7 +30,7 @@ from h2o.evaluation import windows
 from h2o.evaluation.setting import Setting, parse_all
 from h2o.evaluation.text_table import table
 from h2o.result_file import ResultFile, fingerprint, provenance
-from h2o.utils.progress import Progress
+from h2o.utils.progress import print_line
 
 from . import text_windows
 from .peers.environments import Peer
@@ -89,7 +89,7 @@ def main() -> None:
     prompt = options.window - options.rest
 
     model, tokenizer = models.load_model(
-        None, attn_implementation=None, dtype="bfloat16", log=Progress().print_line
+        None, attn_implementation=None, dtype="bfloat16", log=print_line
     )
     parts = text_windows.read(options, tokenizer)
     origin = provenance(model, tokenizer, models.DEFAULT_MODEL)

@@ -45,7 +45,7 @@ from h2o.evaluation.text_table import table
 from h2o.hf.batching.generate_all import generate_all
 from h2o.hf.batching.request import Request
 from h2o.result_file import fingerprint, provenance
-from h2o.utils.progress import Progress
+from h2o.utils.progress import print_line
 
 GENERATED = (
     "niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe",
@@ -313,7 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.benchmark == "math" and options.data is None:
         parser.error("math needs --data, MATH-500 as JSON Lines; see benchmarks/README.md")
     model, tokenizer = models.load_model(
-        options.model, dtype=options.dtype, device=options.device, log=Progress().print_line,
+        options.model, dtype=options.dtype, device=options.device, log=print_line,
         check=check_fit(settings, full_cache=True),
     )  # fmt: skip
     if options.benchmark == "math":
@@ -321,7 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif options.data:
         items = ruler_items(options.data)
     else:
-        name = options.model or str(models.embedded_folder(Progress().print_line))
+        name = options.model or str(models.embedded_folder(print_line))
         items = generated_items(name, options.length, options.tasks.split(","))
     facts = provenance(model, tokenizer, options.model or models.DEFAULT_MODEL)
     results = measure(

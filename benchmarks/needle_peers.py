@@ -13,7 +13,6 @@ dropped them. The peers run in a separate environment under h2o's cache folder.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from h2o import models
 from h2o.evaluation import needles
 from h2o.evaluation.text_table import table
 from h2o.result_file import ResultFile, fingerprint, provenance
-from h2o.utils.progress import Progress
+from h2o.utils.progress import print_line
 
 from .equal_bytes import BUDGETS
 from .peers.environments import Peer
@@ -71,12 +70,12 @@ def main() -> None:
     parser.add_argument("--output-path", type=Path, default=Path("h2o-eval"))
     options = parser.parse_args()
     model, tokenizer = models.load_model(
-        None, attn_implementation=None, dtype=options.dtype, log=Progress().print_line
+        None, attn_implementation=None, dtype=options.dtype, log=print_line
     )
     origin = provenance(model, tokenizer, models.DEFAULT_MODEL)
     lengths = [int(x) for x in options.lengths.split(",")]
     text = options.text.read_text("utf-8")
-    trials = needles.make_trials(
+    trials = needles.make_rows(
         text, tokenizer, lengths, options.limit, needles.parse_kinds(options.facts)
     )
     listed = rows(options.count)
@@ -88,7 +87,7 @@ def main() -> None:
         tqdm(total=len(trials) * len(results)) as bar,
     ):
         for trial in trials:
-            document, asked = needles.encode(tokenizer, trial.document, trial.questions)
+            document, asked = needles.encode(tokenizer, trial["text"], trial["asked"]["facts"])
             ((question, answer),) = asked
             parts = [document[0].tolist(), question[0].tolist() + answer[0].tolist()]
             for name, *what in listed:
@@ -97,7 +96,7 @@ def main() -> None:
                 if request is None:
                     continue
                 facts = origin | request | {"ids": fingerprint({"ids": request["ids"]})}
-                facts |= {"trial": fingerprint(dataclasses.asdict(trial))}
+                facts |= {"trial": fingerprint(trial)}
                 result = cells.find(facts)
                 if result is None:
                     result = cells.put(facts, peer.ask(**request))

@@ -21,7 +21,7 @@ import torch
 
 from h2o import models
 from h2o.evaluation.text_table import table
-from h2o.utils.progress import Progress
+from h2o.utils.progress import print_line
 
 from . import text_windows
 from .peers.environments import Peer, PeerMissing
@@ -82,7 +82,7 @@ def main() -> None:
     text_windows.add_arguments(parser, limit=40)
     parser.add_argument("--context", type=int, default=768, help="tokens before the cut (768)")
     options = parser.parse_args()
-    _, tokenizer = models.load_model(None, dtype="bfloat16", log=Progress().print_line)
+    _, tokenizer = models.load_model(None, dtype="bfloat16", log=print_line)
     parts = text_windows.read(options, tokenizer)
     folder, threads = str(models.embedded_folder()), str(torch.get_num_threads())
     shared = {"max_model_len": options.window + 1, "max_logprobs": TOP, "enforce_eager": True}

@@ -221,7 +221,7 @@ def test_comparison_in_numbers(tiny, capsys):
     per_token = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, head dimension, float32
     assert full["tokens_held"] == full["tokens_seen"] == seen
     assert full["kv_bytes_held"] == full["kv_bytes_full"] == seen * per_token
-    assert (full["tokens_evicted"], full["mass_evicted"], full["tokens_agree"]) == (0, 0.0, new)
+    assert (full["tokens_evicted"], full["mass_evicted"]) == (0, 0.0)
     for run in (ours, local):
         assert run["tokens_seen"] == seen
         assert run["tokens_held"] == held
@@ -229,7 +229,6 @@ def test_comparison_in_numbers(tiny, capsys):
         assert run["kv_bytes_full"] == seen * per_token
         assert held * per_token <= run["kv_bytes_held"] <= (held + 1) * per_token
         assert 0 < run["mass_evicted"] < 1
-        assert 0 <= run["tokens_agree"] <= new
     assert ours["mass_evicted"] < local["mass_evicted"]
     # The head dimension is 8. Keys and values take 8 + 2 bytes each, a slot's metadata 12 more.
     budget = (0.1 * len(PROMPT) * 64 - 32) // (2 * 10 + 12) - 1
@@ -250,10 +249,10 @@ def test_compiled_steps_give_the_same_text(tiny, capsys, monkeypatch):
 
     from h2o.evaluation import generation
 
-    how = generation.compiling()
+    how = generation.compile_arguments()
     assert how["compile_config"].backend == "inductor"
     how["compile_config"].backend = "eager"
-    monkeypatch.setattr(generation, "compiling", lambda: how)
+    monkeypatch.setattr(generation, "compile_arguments", lambda: how)
     arguments = ["--model", tiny, "--prompt", PROMPT, "--max-new-tokens", "20", "--heavy", "0.2"]
     eager = generated(capsys, *arguments)["runs"][0]
     counters.clear()
@@ -335,7 +334,7 @@ def test_commands_have_the_same_options(command, capsys):
 def test_a_config_is_what_the_options_say():
     parser = argparse.ArgumentParser()
     cache_options.add_cache_options(parser)
-    assert cache_options.make_config(parser.parse_args([])) == H2OConfig()
+    assert cache_options.make_setting(parser.parse_args([])).config == H2OConfig()
     for name, text, value in (
         ("heavy", "7", 7), ("recent", "0.3", 0.3), ("sinks", "4", 4), ("score_by", "mean", "mean"),
         ("decay", "0.5", 0.5), ("positions", "cache_relative", "cache_relative"),
@@ -343,9 +342,9 @@ def test_a_config_is_what_the_options_say():
         ("score_by", "mean-echo", "mean-echo"),
     ):  # fmt: skip
         options = parser.parse_args([cache_options.option_name(name), text])
-        assert cache_options.make_config(options) == H2OConfig(**{name: value})
+        assert cache_options.make_setting(options).config == H2OConfig(**{name: value})
     options = parser.parse_args(["--value-weighted"])
-    assert cache_options.make_config(options) == H2OConfig(value_weighted=True)
+    assert cache_options.make_setting(options).config == H2OConfig(value_weighted=True)
     assert cache_options.get_given(parser.parse_args(["--sinks", "0"])) == {"sinks": 0}
 
 
@@ -355,7 +354,7 @@ def test_a_preset_is_what_the_options_say(tmp_path):
     cache_options.add_cache_options(settings, min_tokens=0)
 
     def said(text):
-        return cache_options.make_config(parser.parse_args(text.split()))
+        return cache_options.make_setting(parser.parse_args(text.split())).config
 
     for name in PRESETS:
         assert said(f"--preset {name}") == H2OConfig.preset(name, 0.2)
@@ -430,7 +429,6 @@ def test_comparison_for_readers(tiny, capsys, monkeypatch):
     assert table[0].split() == names
     rows = {name: cells for name, *cells in (re.split(r"  +", x) for x in table[2:])}
     assert rows["attention mass evicted"][0] == "0.0%"
-    assert rows["leading tokens as with full"][0] == "60"
     assert all(len(line) <= 90 for line in lines)
 
 
@@ -453,7 +451,7 @@ def test_settings_beside_which_a_run_is_shown(tiny, capsys):
 
 def test_answers_about_the_article_for_readers(monkeypatch):
     pytest.importorskip("torch")
-    from h2o.cli.comparison import answers
+    from h2o.cli.comparison import format_answers
     from h2o.cli.generate_command import Comparison
     from h2o.evaluation.generation import Run
 
@@ -461,17 +459,15 @@ def test_answers_about_the_article_for_readers(monkeypatch):
     texts = {"full": "The fact.", "budget=0.2": "The fact.", "budget=0.1": "No.", "local": "No."}
     runs = [
         Run(mode, f"{text} " + "word " * 30, 11, 2.0, 100.0, 0.5, 20.0, 40_000, 200_000, 200, 40,
-            160, 0.1, None)
+            160, 0.1)
         for mode, text in texts.items()
     ]  # fmt: skip
-    lines = answers(Comparison("m", "float32", 190, {}, {}, runs), "Who?", "fact")
+    lines = format_answers(Comparison("m", "float32", 190, {}, {}, runs), "Who?", "fact")
     assert lines[0] == "m, float32, prompt of 190 tokens. Who?"
     assert [line.split()[0] for line in lines if " held, " in line] == list(texts)
     at = lines.index("budget=0.1    0.0 MB held, prefill 2.0 s, then 50 ms per token: lost")
     assert lines[at + 1].startswith("            No. word")
     assert all(len(line) <= 80 for line in lines)
-    said = " ".join(lines[lines.index("", len(lines) - 4) + 1 :])
-    assert said == '"fact" was found by full, budget=0.2, and lost by budget=0.1, local.'
 
 
 def test_half_characters_are_not_streamed(tiny):
@@ -491,15 +487,6 @@ def test_half_characters_are_not_streamed(tiny):
     assert "".join(pieces) == text
     assert "\ufffd" not in "".join(pieces)
     assert len(streamer.seconds) - 1 == len(streamer.tokens) == len(text.encode())
-
-
-def test_agreement():
-    from h2o.evaluation.generation import leading_agreement
-
-    assert leading_agreement([1, 2, 3], [1, 2, 4]) == 2
-    assert leading_agreement([1, 2], [1, 2, 4]) == 2
-    assert leading_agreement([5], [1]) == 0
-    assert leading_agreement([], [1]) == 0
 
 
 def test_interruption_is_quiet(tiny, capsys, monkeypatch):

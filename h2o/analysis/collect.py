@@ -51,17 +51,26 @@ Visit = Callable[[int, Attention], Tensor]
 
 
 def analyzable_layers(model: Any) -> list[int]:
-    """The layers with full attention.
+    """The layers with full attention, at least one.
 
     Raises:
         UnsupportedError: h2o does not support the model, or its heads have no keys of their own.
+        ValueError: there is no such layer.
+        RuntimeError: the model is in training mode.
     """
     if latent_row(config_of(model)) is not None:
         raise UnsupportedError(
             f"analysis and calibration do not support {model.config.model_type}: all heads of a "
             "layer share its latents (multi-head latent attention)"
         )
-    return [i for i, x in enumerate(transformers_layers(model.config)) if kind_of(x) == "h2o"]
+    if model.training:
+        raise RuntimeError("analysis and calibration are for inference: call model.eval()")
+    full = [i for i, x in enumerate(transformers_layers(model.config)) if kind_of(x) == "h2o"]
+    if not full:
+        raise ValueError(
+            "every layer has a sliding window: there is nothing for h2o to analyze or calibrate"
+        )
+    return full
 
 
 def watch(model: Any, ids: Tensor, visit: Visit, *, logits: bool = False) -> Tensor | None:
@@ -109,25 +118,16 @@ def forward(model: Any, ids: Tensor, *, logits: bool = False) -> Tensor | None:
 def attend(seen: Attention) -> tuple[Tensor, Tensor]:
     """Compute the model's causal attention, and the score of every key for each query head.
 
-    The kernel adds up the heads of a group, so it gets one query head of each group at a time.
+    The kernel adds up the scores of a group, so keys and values are repeated for each query head.
 
     Returns:
         (output [n, H, D], scores [H, n] float32)
     """
-    H, n, D = seen.query.shape
-    G = len(seen.keys)
-    grouped = seen.query.reshape(G, H // G, n, D)
-    sinks = [None] * (H // G) if seen.sink_logits is None else seen.sink_logits.view(G, -1).T
-    parts = [
-        ops.attend(
-            grouped[None, :, r], seen.keys[None], seen.values[None],
-            scale=seen.scale, softcap=seen.softcap, sink_logits=sinks[r],
-        )
-        for r in range(H // G)
-    ]  # fmt: skip
-    outs, scores = zip(*parts, strict=True)
-    together = torch.stack(outs, dim=3), torch.stack(scores, dim=2)
-    return together[0].reshape(n, H, D), together[1].reshape(H, n)
+    R = len(seen.query) // len(seen.keys)
+    keys, values = (x.repeat_interleave(R, dim=0)[None] for x in (seen.keys, seen.values))
+    logits = {"scale": seen.scale, "softcap": seen.softcap, "sink_logits": seen.sink_logits}
+    out, scores = ops.attend(seen.query[None], keys, values, **logits)
+    return out[0], scores[0]
 
 
 def sparsity(seen: Attention, threshold: float) -> Tensor:

@@ -21,13 +21,6 @@ from h2o.sink_logits import softmax
 KINDS = ("heavy", "random", "recent")
 
 
-def first_tokens(ids: Tensor, limit: int | None) -> Tensor:
-    """The first `limit` tokens of a text [n], or all. Raises: ValueError for fewer than 2."""
-    if limit is not None and limit < 2:
-        raise ValueError(f"limit must be at least 2 tokens, not {limit}")
-    return ids[:limit]
-
-
 def perplexity_without(model: Any, ids: Tensor, kind: str, share: float, seed: int = 0) -> float:
     """Perplexity of a text [n] when every row has lost a share of the keys before it.
 
@@ -36,8 +29,6 @@ def perplexity_without(model: Any, ids: Tensor, kind: str, share: float, seed: i
         share: from 0, the unchanged model, to 1.
         seed: seed of "random". Each layer and key/value head draws its own keys.
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}, not {kind!r}")
     if not 0 <= share <= 1:
         raise ValueError(f"share must be from 0 to 1, not {share!r}")
     generator = torch.Generator("cpu").manual_seed(seed)

@@ -28,18 +28,6 @@ THRESHOLD = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
-    """Measurements of one layer of the model, with nothing evicted."""
-
-    groups: int
-    """G"""
-    scores: np.ndarray
-    """[H, n] float32"""
-    small: np.ndarray
-    """[H]: share of entries below THRESHOLD"""
-
-
-@dataclasses.dataclass(frozen=True)
 class Cached:
     """Measurements of one layer with a cache."""
 
@@ -74,25 +62,27 @@ class Analysis:
         ids: Tensor,
         config: H2OConfig,
         prompt_length: int,
-        measured: dict[int, Measured],
+        measured: dict[int, tuple[np.ndarray, np.ndarray]],
     ) -> None:
+        """`measured` has for each layer, with nothing evicted, the scores [H, n] float32 and the
+        shares of entries below THRESHOLD [H]."""
         self.model, self.config, self.prompt_length = model, config, prompt_length
         self.layers = sorted(measured)
         """Numbers of the layers with full attention"""
         self.ids: np.ndarray = ids.cpu().numpy()
         """int64 [n], the text without padding"""
-        self.groups = measured[self.layers[0]].groups
-        """G"""
-        self.heads = len(measured[self.layers[0]].scores)
-        """H"""
-        self._tensor, self._measured = ids, measured
+        self._tensor = ids
         last = len(ids) - 1
-        self._scores_at = {last: {layer: x.scores for layer, x in measured.items()}}
-        self._small = {THRESHOLD: {layer: x.small for layer, x in measured.items()}}
+        self._scores_at = {last: {layer: scores for layer, (scores, _) in measured.items()}}
+        self._small = {THRESHOLD: {layer: small for layer, (_, small) in measured.items()}}
         self.caches: dict[H2OConfig, dict[int, Cached]] = {}
         """Results of `simulate_cache` so far, by config and layer"""
         self.removals: dict[tuple[str, float, int, int], float] = {}
         """Results of `removal` so far: perplexity by (kind, share, tokens, seed)"""
+        self.groups = len(self.evicted_at(self.layers[0]))
+        """G"""
+        self.heads = len(self._small[THRESHOLD][self.layers[0]])
+        """H"""
 
     def __len__(self) -> int:
         """Number of tokens."""
@@ -252,7 +242,9 @@ class Analysis:
         Returns:
             `{"full": {0.0: perplexity}, "heavy": {share: perplexity}}`, and "random" and "recent".
         """
-        ids = removal.first_tokens(self._tensor, limit)
+        if limit is not None and limit < 2:
+            raise ValueError(f"limit must be at least 2 tokens, not {limit}")
+        ids = self._tensor[:limit]
 
         def cell(kind: str, share: float) -> float:
             key = kind, share, len(ids), seed if kind == "random" else 0
@@ -364,7 +356,7 @@ class Analysis:
         return {"layer": np.array(self.layers), **means, **frequency}
 
     def _check_layer(self, layer: int) -> int:
-        if layer not in self._measured:
+        if layer not in self.layers:
             raise ValueError(f"layer {layer} was not analyzed; choose from {self.layers}")
         return layer
 

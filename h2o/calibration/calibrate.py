@@ -34,7 +34,7 @@ REFINED = 0.2
 """The largest budget whose shares are refined. At smaller budgets the interaction of heads matters
 as much as the cost of each head alone."""
 
-STEPS, READ = 2, 16
+STEPS, STEP_WINDOWS = 2, 16
 """Number of refinement steps at each of these budgets, and number of windows in a step."""
 
 SINKS, HEAVY = 4, 0.75
@@ -104,10 +104,6 @@ def calibrate(
     invalid arguments, UserError (`h2o.errors`) for a `resume` file of another kind.
     """
     full = analyzable_layers(model)
-    if not full:
-        raise ValueError("every layer has a sliding window: there is no cache budget to divide")
-    if model.training:
-        raise RuntimeError("calibrate() needs a model in eval mode: call model.eval()")
     if draws < 1:
         raise ValueError(f"draws must be at least 1, not {draws}")
     fractions = tuple(sorted(set(map(float, fractions))))
@@ -125,7 +121,7 @@ def calibrate(
     origin = _gather(model, origin)[0]  # the fingerprint must be the same in all processes
     cells = ResultFile(Path(resume)) if resume is not None and _rank(model) == 0 else None
     low = [x for x in fractions if x <= refine]
-    total = len(chosen) + len(low) * STEPS * min(READ, len(chosen))
+    total = len(chosen) + len(low) * STEPS * min(STEP_WINDOWS, len(chosen))
     count = itertools.count()
 
     def once(piece: Window, measure: Callable[[], dict[str, Any]], **more: Any) -> dict[str, Any]:
@@ -152,8 +148,8 @@ def calibrate(
         if fraction not in low or not tables or min(tables) not in low:
             shares = _shares(table, grid, fraction, window)
         if fraction in low:  # starts from the refined shares of the next larger budget, if any
-            read = [[next(in_order) for _ in range(min(READ, len(chosen)))] for _ in range(STEPS)]
-            for pieces in read:
+            for _ in range(STEPS):
+                pieces = list(itertools.islice(in_order, min(STEP_WINDOWS, len(chosen))))
                 shares = _step(model, shares, fraction, window, pieces, once)
         tables[fraction] = shares
     progress(total, total)
@@ -165,14 +161,14 @@ def calibrate(
         weights=sample(model),
         texts=tuple(_describe_texts(input_ids, chosen)),
         settings={
-            **settings, "windows": len(chosen), "refine": refine, "steps": STEPS, "read": READ,
-            "dtype": origin["dtype"],
+            **settings, "windows": len(chosen), "refine": refine, "steps": STEPS,
+            "read": STEP_WINDOWS, "dtype": origin["dtype"],
         },
         versions={x: origin["versions"][x] for x in ("h2o-kv", "torch", "transformers")},
     )  # fmt: skip
 
 
-def policy(budget: int) -> H2OConfig:
+def config_of_head(budget: int) -> H2OConfig:
     """The config of a head that may hold `budget` keys, ranked as by `H2OConfig.robust`."""
     heavy = int(HEAVY * (budget - SINKS))
     recent = budget - SINKS - heavy
@@ -249,7 +245,7 @@ def _costs(model: Any, piece: Window, grid: Sequence[int], draws: int, seed: int
     """Costs [full layers, G, grid] of a window."""
     generator = torch.Generator("cpu").manual_seed(int(piece.sha256[:12], 16) + seed)
     layers = watch_gradients(model, piece.ids, generator, draws)
-    by_layer = [measure_costs(layers.pop(layer), grid, policy) for layer in sorted(layers)]
+    by_layer = [measure_costs(layers.pop(layer), grid, config_of_head) for layer in sorted(layers)]
     return _gather_heads(torch.stack(by_layer).numpy(), model)
 
 
@@ -297,7 +293,7 @@ def _step(
     budgets = surround(scale_keys(shares, fraction * window, window), LEAST, window)
 
     def measure(piece: Window) -> dict[str, Any]:
-        local, _ = measure_worth(model, piece.ids, budgets, policy)
+        local, _ = measure_worth(model, piece.ids, budgets, config_of_head)
         return {"worth": _gather_heads(local, model).tolist()}
 
     results = [

@@ -57,9 +57,9 @@ def watch_gradients(
     with replace_attention(model, analyzable_layers(model), attention), torch.enable_grad():
         logits = model(ids[None].to(input_device(model)), use_cache=False).logits
         for draw in range(draws):
-            said = _likelihood_gradient(logits[0].detach(), generator)
+            direction = _likelihood_gradient(logits[0].detach(), generator)
             gradients = torch.autograd.grad(
-                logits, outputs, said[None], retain_graph=draw + 1 < draws
+                logits, outputs, direction[None], retain_graph=draw + 1 < draws
             )
             for watched, gradient in zip(layers.values(), gradients, strict=True):
                 watched.gradients.append(gradient[0].float())

@@ -55,7 +55,7 @@ def measure_worth(
         token.
     """
     order = {layer: index for index, layer in enumerate(analyzable_layers(model))}
-    said = forward(model, ids, logits=True)
+    full_logits = forward(model, ids, logits=True)
     outputs: list[Tensor] = []
     changes: list[Tensor] = []
 
@@ -85,7 +85,7 @@ def measure_worth(
 
     with replace_attention(model, order, attention), torch.enable_grad():
         logits = model(ids[None].to(input_device(model)), use_cache=False).logits
-        rise, divergence = _divergence(said, logits[0].detach())
+        rise, divergence = _divergence(full_logits, logits[0].detach())
         gradients = torch.autograd.grad(logits, outputs, rise[None])
     n = len(ids)
     rows = [

@@ -29,7 +29,7 @@ from typing import NamedTuple, NoReturn
 
 class Command(NamedTuple):
     name: str
-    module: str
+    """The command's module is `h2o.cli.<name>_command`."""
     help: str
     loads_model: bool = True
     """Whether the command loads a model. If so, other libraries are silenced first, which takes a
@@ -37,12 +37,12 @@ class Command(NamedTuple):
 
 
 COMMANDS = (
-    Command("info", "h2o.cli.info_command", "print versions and backends, check a model", False),
-    Command("generate", "h2o.cli.generate_command", "generate text with an H2O cache"),
-    Command("eval", "h2o.cli.eval_command", "measure what eviction costs in accuracy"),
-    Command("analyze", "h2o.cli.analyze_command", "write a page of what a model attends to"),
-    Command("calibrate", "h2o.cli.calibrate_command", "measure which heads need a larger budget"),
-    Command("bench", "h2o.cli.bench_command", "time a model with the full cache and with h2o"),
+    Command("info", "print versions and backends, check a model", False),
+    Command("generate", "generate text with an H2O cache"),
+    Command("eval", "measure what eviction costs in accuracy"),
+    Command("analyze", "write a page of what a model attends to"),
+    Command("calibrate", "measure which heads need a larger budget"),
+    Command("bench", "time a model with the full cache and with h2o"),
 )
 
 
@@ -106,7 +106,7 @@ def parse(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
     for entry in COMMANDS:
         subparser = commands.add_parser(entry.name, help=entry.help, description=entry.help)
         if entry.name == asked:  # importing the other commands' modules would take time
-            module = importlib.import_module(entry.module)
+            module = importlib.import_module(f"h2o.cli.{entry.name}_command")
             module.add_arguments(subparser)
             subparser.set_defaults(entry=entry, module=module, parser=subparser)
     options, rest = parser.parse_known_args(arguments)
@@ -119,7 +119,7 @@ def parse(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
 def parser_of(entry: Command) -> Parser:
     """Build the parser of one command. Tools that list options call it."""
     parser = Parser(prog=f"h2o {entry.name}", description=entry.help)
-    importlib.import_module(entry.module).add_arguments(parser)
+    importlib.import_module(f"h2o.cli.{entry.name}_command").add_arguments(parser)
     return parser
 
 

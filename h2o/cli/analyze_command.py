@@ -13,7 +13,7 @@ from h2o.cli.cache_options import (
     add_compare,
     add_model,
     load_model,
-    make_config,
+    make_setting,
     parse_count,
 )
 
@@ -50,21 +50,20 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Add the `config`, the `settings` to compare and the `content` of --text to the options."""
+    """Add the `setting`, the `settings` to compare and the `content` of --text to the options."""
     from h2o.evaluation.setting import parse_all
 
     if options.removal_tokens < 0 or options.removal_tokens in (1, 2):
         parser.error("argument --removal-tokens: must be 0 or at least 3")
     texts.check_output(parser, "--output", options.output, [options.text])
-    options.config = make_config(options)
+    options.setting = make_setting(options)
     compare = COMPARE if options.compare is None else options.compare
     options.settings = [] if compare == "none" else parse_all(compare)
     for setting in options.settings:
         if setting.variant != "h2o":
             parser.error(f"argument --compare: {setting.name} is not a cache; {COMPARE} are")
-    options.content = None
-    if options.text is not None:
-        options.content = texts.read(parser, "--text", options.text)
+    is_shipped = options.text is None
+    options.content = texts.article() if is_shipped else texts.read(parser, "--text", options.text)
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -92,14 +91,12 @@ def measure(options: argparse.Namespace) -> None:
     from h2o.analysis.analyze import analyze
     from h2o.analysis.figures import OWN
     from h2o.analysis.page import LONGEST, write
-    from h2o.evaluation.setting import from_config
     from h2o.utils.progress import stopwatch
 
     log = stopwatch()
-    config, settings = options.config, options.settings
-    model, tokenizer = load_model(options, [from_config(config), *settings], log)
-    text = texts.article() if options.content is None else options.content
-    ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
+    config, settings = options.setting.config, options.settings
+    model, tokenizer = load_model(options, [options.setting, *settings], log)
+    ids = tokenizer(options.content, return_tensors="pt", verbose=False)["input_ids"]
     positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     total = ids.shape[1]
     ids = ids[:, : min(filter(None, (options.tokens, positions, total)))]
@@ -124,7 +121,7 @@ def measure(options: argparse.Namespace) -> None:
         options.output,
         model=options.model or models.DEFAULT_MODEL,
         source=options.text or texts.ARTICLE,
-        budget=from_config(config).name,
+        budget=options.setting.name,
         configs={setting.name: setting.config for setting in settings} or OWN,
         removal=removal,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from typing import Any
 
 from h2o.cli.cache_options import (
@@ -14,6 +15,7 @@ from h2o.cli.cache_options import (
     make_settings,
     parse_count,
 )
+from h2o.utils.progress import print_line
 
 COMPARE = "authors"
 """The preset that is timed if no other setting is named."""
@@ -64,10 +66,9 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Run the command and return its exit code. Raises: UserError (`h2o.errors`)."""
     from h2o import models
     from h2o.evaluation import speed
-    from h2o.utils.progress import Progress
 
     models.need_transformers()
-    log = Progress(quiet=options.json).print_line
+    log = partial(print_line, quiet=options.json)
     model, tokenizer = load_model(options, options.settings, log)
     result = {"model": options.model or models.DEFAULT_MODEL} | speed.measure(
         model, tokenizer, options.settings, options.prompts,

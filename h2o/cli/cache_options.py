@@ -71,7 +71,7 @@ OPTIONS: dict[str, Field] = {
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(H2OConfig)}
 
-FIFTH = 0.2
+PRESET_BUDGET = 0.2
 """Default budget of a preset."""
 
 
@@ -146,7 +146,7 @@ def add_compare(add: Callable[..., Any], default: str | None = None, more: str =
 def add_cache_options(group: Any, names: Sequence[str] = tuple(OPTIONS), **defaults: Any) -> None:
     """Add --preset, --budget and the options of the fields `names` to a parser or group.
 
-    An option that is left out is None. `make_config` then uses the value in `defaults` if there is
+    An option that is left out is None. `make_setting` then uses the value in `defaults` if there is
     one, and H2OConfig's default otherwise.
     """
     group.set_defaults(cache_fields=tuple(names), cache_defaults=defaults)
@@ -157,7 +157,7 @@ def add_cache_options(group: Any, names: Sequence[str] = tuple(OPTIONS), **defau
         "--budget", type=AMOUNT, metavar="B",
         help="alone: budget of the recommended policy, a number of tokens or a fraction of a full "
         "cache's bytes; with --preset: a number of tokens or a fraction of the keys (of the bytes "
-        f"with --budget-unit bytes; default {FIFTH})",
+        f"with --budget-unit bytes; default {PRESET_BUDGET})",
     )  # fmt: skip
     for name in names:
         field = OPTIONS[name]
@@ -166,11 +166,6 @@ def add_cache_options(group: Any, names: Sequence[str] = tuple(OPTIONS), **defau
             kind = {"type": field.parse, "choices": field.choices, "metavar": field.metavar}
         text = field.help.replace("%(default)s", f"{(DEFAULTS | defaults)[name]}")
         group.add_argument(option_name(name), dest=name, default=None, help=text, **kind)
-
-
-def make_config(options: argparse.Namespace) -> H2OConfig:
-    """The config that a command's options describe. Raises the errors of `make_setting`."""
-    return make_setting(options).config
 
 
 def make_setting(options: argparse.Namespace) -> Setting:
@@ -198,7 +193,7 @@ def make_setting(options: argparse.Namespace) -> Setting:
     elif options.preset == "calibrated":
         raise ValueError("--preset calibrated needs a profile: --profile FILE or shipped, not echo")
     unit = fields.pop("budget_unit", "keys")
-    budget = FIFTH if options.budget is None else options.budget
+    budget = PRESET_BUDGET if options.budget is None else options.budget
     config = H2OConfig.preset(options.preset, budget, unit, profile)
     kind = options.preset + "-bytes" * (unit == "bytes")
     parts = [f"{kind}:{budget}", *(f"{x}={given[x]}" for x in given if x in fields)]
@@ -210,28 +205,24 @@ def make_settings(
 ) -> list[Setting]:
     """The settings to compare.
 
-    With --compare these are its settings, with `budgets` for those that have none, followed by the
-    setting of --preset or --budget. Without --compare it is the one setting that the other options
+    With --compare these are its settings, with `budgets` for those that have none. A profile
+    applies to the calibrated ones. Without --compare it is the one setting that the other options
     describe, or the settings of `default` if there are no such options.
 
     Raises: the errors of `make_setting`, and ValueError for options of a single cache together with
     --compare.
     """
-    given = get_given(options, options.cache_fields)
+    given = get_given(options, ("preset", "budget", *options.cache_fields))
     if options.compare is None:
-        is_one = given or has_budget(options)
-        return [make_setting(options)] if is_one else parse_all(default, budgets)
+        return [make_setting(options)] if given else parse_all(default, budgets)
     settings = parse_all(options.compare, budgets)
-    profile = None if options.head_shares is None else load_shares(options.head_shares)
-    if isinstance(profile, Profile):  # applies to all calibrated settings
-        options = argparse.Namespace(**vars(options) | {"head_shares": None})
+    if isinstance(profile := load_shares(given.get("head_shares", "shipped")), Profile):
+        settings = with_profile(settings, profile)
         del given["head_shares"]
-    if has_budget(options):
-        settings.append(make_setting(options))
-    elif given:
+    if given:
         first = option_name(next(iter(given)))
         raise ValueError(f"{first} is for one setting; write it into --compare")
-    return with_profile(settings, profile) if isinstance(profile, Profile) else settings
+    return settings
 
 
 def load_model(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from h2o.cli import texts
@@ -63,7 +62,6 @@ def measure(options: argparse.Namespace, contents: dict[str, str]) -> None:
     from h2o.calibration.calibrate import calibrate
     from h2o.config import H2OConfig
     from h2o.evaluation.setting import from_config
-    from h2o.hf.support import supports
     from h2o.utils.progress import stopwatch
 
     log = stopwatch()
@@ -86,18 +84,3 @@ def measure(options: argparse.Namespace, contents: dict[str, str]) -> None:
     unfinished.unlink(missing_ok=True)
     log(f"written: {options.output}")
     print(profile)
-    for line in extremes(profile.shares_for(0.1), supports(model.config).layers):
-        print(line)
-
-
-def extremes(table: Sequence[Sequence[float]], layers: Sequence[str]) -> Iterator[str]:
-    """Yield lines about the heads with the largest and smallest shares, in layers that evict."""
-    heads = sorted(
-        (share, layer, head)
-        for layer, row in enumerate(table)
-        for head, share in enumerate(row)
-        if layers[layer] == "h2o"
-    )
-    for title, some in (("most", heads[:-6:-1]), ("least", heads[:5])):
-        listed = ", ".join(f"{share:.2f} (layer {i}, head {j})" for share, i, j in some)
-        yield f"{title} at a tenth of the keys: {listed}"

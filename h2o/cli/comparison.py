@@ -26,7 +26,7 @@ class Comparison:
     runs: list[Run]
 
 
-def answers(result: Comparison, question: str = "", fact: str = "") -> list[str]:
+def format_answers(result: Comparison, question: str = "", fact: str = "") -> list[str]:
     """Format the texts of all runs as lines, and say which contain `fact`, the expected answer."""
     width = max(60, min(100, shutil.get_terminal_size((100, 24)).columns))
     heading = f"{result.model}, {result.dtype}, prompt of {result.prompt_tokens} tokens. {question}"
@@ -35,31 +35,21 @@ def answers(result: Comparison, question: str = "", fact: str = "") -> list[str]
         outcome = (": found" if fact in run.text else ": lost") if fact else ""
         lines.append(
             f"{run.mode:<12}{run.kv_bytes_held / 1e6:5.1f} MB held, "
-            f"prefill {run.prefill_seconds:.1f} s, then {milliseconds(run)}{outcome}"
+            f"prefill {run.prefill_seconds:.1f} s, then {format_step_time(run)}{outcome}"
         )
         for paragraph in run.text.strip().splitlines():
             how = {"initial_indent": indent, "subsequent_indent": indent}
             lines += textwrap.wrap(paragraph, width, **how) or [""]
         lines.append("")
-    return [*lines, *textwrap.wrap(conclusion(result.runs, fact), width)] if fact else lines
+    return lines
 
 
-def conclusion(runs: list[Run], fact: str) -> str:
-    """Say which runs found the fact and which lost it."""
-    found = [run.mode for run in runs if fact in run.text]
-    lost = [run.mode for run in runs if fact not in run.text]
-    return (
-        f'"{fact}" was found by {", ".join(found) or "none"}, and lost by '
-        f"{', '.join(lost) or 'none'}."
-    )
-
-
-def milliseconds(run: Run) -> str:
+def format_step_time(run: Run) -> str:
     steps = run.new_tokens - 1
     return f"{1000 * run.decode_seconds / steps:.0f} ms per token" if steps else "no more tokens"
 
 
-def figures(result: Comparison) -> list[str]:
+def format_figures(result: Comparison) -> list[str]:
     """Format the figures of the runs as a table with one column for each run."""
     values: dict[str, Callable[[Run], str]] = {
         "prefill, tokens/s": lambda run: f"{run.prefill_tokens_per_second:.0f}",
@@ -70,8 +60,6 @@ def figures(result: Comparison) -> list[str]:
         "tokens evicted": lambda run: f"{run.tokens_evicted}",
         "attention mass evicted": lambda run: f"{run.mass_evicted:.1%}",
     }
-    if result.runs[0].tokens_agree is not None:
-        values["leading tokens as with full"] = lambda run: f"{run.tokens_agree}"
     rows = [[name, *map(of_run, result.runs)] for name, of_run in values.items()]
     return [
         f"{result.model}, {result.dtype}, prompt of {result.prompt_tokens} tokens",

@@ -6,8 +6,7 @@ import argparse
 import json
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import starmap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from h2o.cli import prompts_file, texts
 from h2o.cli.cache_options import (
@@ -15,16 +14,14 @@ from h2o.cli.cache_options import (
     add_model,
     add_pin,
     load_model,
-    make_config,
+    make_setting,
     parse_count,
 )
 from h2o.cli.comparison import Comparison
 from h2o.config import H2OConfig
 from h2o.errors import UserError
-from h2o.evaluation.setting import from_config, parse_all
-
-if TYPE_CHECKING:
-    from h2o.evaluation.generation import Run
+from h2o.evaluation.setting import parse_all
+from h2o.utils.progress import print_line
 
 QUESTION = "What was the name of the coal ship that was wrecked in 1911?"
 """Appended to the shipped article if the user gives no prompt."""
@@ -33,7 +30,7 @@ FACT = "Sabrina"
 
 USUAL = "usual"
 """Value of --compare without settings"""
-TENTH = 0.1
+SMALLER_BUDGET = 0.1
 """The smaller budget of `usual_caches`"""
 
 
@@ -60,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Add the `config`, the `settings` to compare and the `document` to the options."""
-    options.config = make_config(options)
+    """Add the `setting`, the `settings` to compare and the `document` to the options."""
+    options.setting = make_setting(options)
     named = options.compare not in (None, USUAL)
     options.settings = parse_all(options.compare) if named else []
     for setting in options.settings:
@@ -89,9 +86,9 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(asdict(result), indent=2))
         return 0
-    lines = [""] if options.compare is None else comparison.answers(result, *asked)
+    lines = [""] if options.compare is None else comparison.format_answers(result, *asked)
     if options.compare is None or not is_shipped(options):
-        lines += ["", *comparison.figures(result)]
+        lines += ["", *comparison.format_figures(result)]
     print("\n".join(lines))
     return 0
 
@@ -100,40 +97,36 @@ def generate(options: argparse.Namespace) -> Comparison:
     """Generate greedily with an H2OCache, or with each of the caches to compare."""
     from h2o import models, packages
     from h2o.evaluation import generation
-    from h2o.utils.progress import Progress
 
-    progress = Progress(quiet=options.json)
+    log = partial(print_line, quiet=options.json)
     parts = prompt_parts(options)
-    settings = [from_config(options.config), *options.settings]
-    model, tokenizer = load_model(options, settings, progress.print_line)
+    model, tokenizer = load_model(options, [options.setting, *options.settings], log)
     chat = options.chat or (is_shipped(options) and tokenizer.chat_template is not None)
     ids = models.encode(tokenizer, "\n\n".join(parts), chat, options.system).to(model.device)
     tokens = ids.shape[1]
     models.check_length(model, tokens, options.max_new_tokens)
-    progress.print_line(f"reading a prompt of {tokens} tokens")
+    log(f"reading a prompt of {tokens} tokens")
     pinned = find_pins(options, tokenizer, parts, ids)
     generation.warm_up(model, ids)
-
-    def generate_with(mode: str, cache: H2OConfig | None) -> tuple[Run, list[int]]:
-        return generation.generate(
+    runs = [
+        generation.generate(
             mode, cache, model, tokenizer, ids,
             max_new_tokens=options.max_new_tokens,
-            progress=progress,
+            log=log,
             pinned=pinned,
             compile=options.compile,
             stream=None if options.json or options.compare else partial(print, end="", flush=True),
-        )  # fmt: skip
-
-    runs = list(starmap(generate_with, choose_caches(options, model, tokens).items()))
-    full = runs[0][1] if options.compare else None
-    agree = [full and generation.leading_agreement(new, full) for _, new in runs]
+            quiet=options.json,
+        )
+        for mode, cache in choose_caches(options, model, tokens).items()
+    ]  # fmt: skip
     return Comparison(
         model=options.model or models.DEFAULT_MODEL,
         dtype=str(model.dtype).removeprefix("torch."),
         prompt_tokens=tokens,
-        budget=asdict(options.config),
+        budget=asdict(options.setting.config),
         versions=packages.versions("h2o-kv", "torch", "transformers"),
-        runs=[replace(run, tokens_agree=n) for (run, _), n in zip(runs, agree, strict=True)],
+        runs=runs,
     )
 
 
@@ -166,11 +159,11 @@ def choose_caches(
 ) -> dict[str, H2OConfig | None]:
     """The caches to generate with, by their displayed names. None is the cache of transformers."""
     if options.compare is None:
-        return {"h2o": options.config}
+        return {"h2o": options.setting.config}
     if options.compare == USUAL:
-        return usual_caches(options.config, model, prompt_tokens)
+        return usual_caches(options.setting.config, model, prompt_tokens)
     more = {x.name: x.config for x in options.settings if x.variant != "full"}
-    return {"full": None, "h2o": options.config, **more}
+    return {"full": None, "h2o": options.setting.config, **more}
 
 
 def is_shipped(options: argparse.Namespace) -> bool:
@@ -189,8 +182,8 @@ def usual_caches(config: H2OConfig, model: Any, prompt_tokens: int) -> dict[str,
     fitted = config.for_model(model)
     newest = sum(fitted.tokens(prompt_tokens)) if config.budget is None else config.budget
     how = {"positions": config.positions, "min_tokens": config.min_tokens}
-    tenth = H2OConfig(budget=TENTH, **how)
+    tenth = H2OConfig(budget=SMALLER_BUDGET, **how)
     local = replace(H2OConfig.streaming(newest, fitted.sinks), **how)
-    is_named = config.budget not in (None, TENTH) or config == tenth
+    is_named = config.budget not in (None, SMALLER_BUDGET) or config == tenth
     name = f"budget={config.budget}" if is_named else "h2o"
-    return {"full": None, name: config, f"budget={TENTH}": tenth, "local": local}
+    return {"full": None, name: config, f"budget={SMALLER_BUDGET}": tenth, "local": local}

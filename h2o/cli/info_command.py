@@ -21,9 +21,9 @@ from h2o.cli.cache_options import (
     parse_count,
     parse_name,
 )
-from h2o.cli.prompts_file import parse_bytes
 
 COMPARE = "full,budget:0.2,budget:0.1"
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +48,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_dtype(group.add_argument)
     add_compare(group.add_argument, COMPARE)
     add_cache_options(parser.add_argument_group("or a single cache"), min_tokens=0)
+
+
+def parse_bytes(text: str) -> int:
+    """Parse a number of bytes: 64MB is 64,000,000."""
+    number = text.strip().upper().rstrip("KMGTB")
+    suffix = text.strip().upper()[len(number) :]
+    try:
+        size = int(float(number) * UNITS[suffix])
+    except (KeyError, ValueError, OverflowError):
+        size = 0
+    if size <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes such as 64MB or 2GB")
+    return size
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

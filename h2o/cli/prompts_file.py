@@ -15,7 +15,7 @@ import argparse
 import contextlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
@@ -25,15 +25,15 @@ from h2o.cli.cache_options import load_model, parse_count
 from h2o.errors import UserError
 from h2o.model_identity import files_fingerprint
 from h2o.result_file import fingerprint
-from h2o.utils.filesystem import atomic_write, explain_unreadable, lock, make_writable
+from h2o.utils.filesystem import atomic_write, lock, make_writable
+from h2o.utils.progress import print_line
 
 if TYPE_CHECKING:
     from h2o.hf.batching.request import Request, Result
 
 FIELDS = {"id", "prompt", "messages", "max_new_tokens", "seed", "pinned"}
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 ROWS = 16
-"""Default of --rows, without --bytes"""
+"""Default of --rows"""
 SETTINGS = ("model", "dtype", "max_new_tokens", "chat", "system", "pin")
 """Options that answers depend on, in addition to those of the cache"""
 
@@ -60,26 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", metavar="FILE", help="answers as JSON Lines, in the order in which they "
         "are completed; prompts with an answer in FILE are skipped")  # fmt: skip
     add("--rows", type=parse_count, metavar="N", help=f"prompts to run at a time ({ROWS})")
-    add("--bytes", type=parse_bytes, metavar="B", help="instead of --rows: memory for the keys "
-        "and values of all rows, such as 64MB")  # fmt: skip
-
-
-def parse_bytes(text: str) -> int:
-    """Parse a number of bytes: 64MB is 64,000,000."""
-    number = text.strip().upper().rstrip("KMGTB")
-    suffix = text.strip().upper()[len(number) :]
-    try:
-        size = int(float(number) * UNITS[suffix])
-    except (KeyError, ValueError, OverflowError):
-        size = 0
-    if size <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes such as 64MB or 2GB")
-    return size
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Add `lines`, the prompts of the file, to the options."""
-    others = ("output", "rows", "bytes")
+    others = ("output", "rows")
     if options.prompts is None:
         if asked := [name for name in others if getattr(options, name) is not None]:
             parser.error(f"argument --{asked[0]}: requires --prompts")
@@ -89,15 +74,8 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     for name in ("prompt", "prompt_file", "compare", "json"):
         if getattr(options, name):
             parser.error(f"argument --{name.replace('_', '-')}: cannot be combined with --prompts")
-    if options.rows is not None and options.bytes is not None:
-        parser.error("argument --bytes: cannot be combined with --rows")
     texts.check_output(parser, "--output", options.output, [options.prompts])
-    try:
-        options.lines = list(_lines(Path(options.prompts)))
-    except (OSError, UnicodeDecodeError) as error:
-        parser.error(f"argument --prompts: {explain_unreadable(options.prompts, error)}")
-    except ValueError as error:
-        parser.error(f"argument --prompts: {error}")
+    options.lines = list(_lines(options.prompts, texts.read(parser, "--prompts", options.prompts)))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -112,35 +90,29 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _answer_all(options: argparse.Namespace, output: Path) -> int:
-    from h2o.evaluation.setting import from_config
-    from h2o.hf.batching.generate_all import generate_all
-    from h2o.utils.progress import Progress
+    from tqdm import tqdm
 
-    progress = Progress()
+    from h2o.hf.batching.generate_all import generate_all
+
     settings = _digest(options)
     done = _answered_ids(output, settings, {line.id: line.digest for line in options.lines})
     numbered = enumerate(options.lines)
     lines = {number: line for number, line in numbered if line.id not in done}
     if not options.lines:
-        progress.print_line(f"{options.prompts} has no prompts, so {output} gets no answers")
+        print_line(f"{options.prompts} has no prompts, so {output} gets no answers")
     if done:
         answered = len(options.lines) - len(lines)
-        progress.print_line(f"{answered} of {len(options.lines)} prompts have an answer already")
+        print_line(f"{answered} of {len(options.lines)} prompts have an answer already")
     if not lines:
         return 0
-    model, tokenizer = load_model(options, [from_config(options.config)], progress.print_line)
-    requests = {
-        number: _tokenized(_request(line, number, options), tokenizer, options.pin)
-        for number, line in lines.items()
-    }
-    too_long = dict(_too_long(requests, model, tokenizer, options.max_new_tokens))
-    numbers = [number for number in requests if number not in too_long]
+    model, tokenizer = load_model(options, [options.setting], print_line)
+    requests, too_long = _tokenize_all(lines, options, model, tokenizer)
+    numbers = list(requests)
     results = generate_all(
         model,
-        [requests[number] for number in numbers],
-        options.config,
-        rows=ROWS if options.rows is None and options.bytes is None else options.rows,
-        bytes=options.bytes,
+        list(requests.values()),
+        options.setting.config,
+        rows=options.rows or ROWS,
         max_new_tokens=options.max_new_tokens,
         tokenizer=tokenizer,
         pinned=options.pin,
@@ -148,16 +120,16 @@ def _answer_all(options: argparse.Namespace, output: Path) -> int:
         compileable=options.compile,
     )
     by_number = ((numbers[result.index], result) for result in results)
+    everything = chain(too_long.items(), by_number)
     failed = 0
     with _writing(output) as file:
-        for count, (number, result) in enumerate(chain(too_long.items(), by_number), start=1):
+        # disable=None: a bar is shown on a terminal only.
+        for number, result in tqdm(everything, "prompts", len(lines), leave=False, disable=None):
             file.write(_as_line(_answer(lines[number], result, settings)))
             file.flush()
             failed += result.error is not None
-            progress.update(f"{count} of {len(lines)} prompts")
-    progress.update("")
     if failed:
-        progress.print_line(f"{failed} prompts failed: see the errors in {output}")
+        print_line(f"{failed} prompts failed: see the errors in {output}")
     return 1 if failed else 0
 
 
@@ -174,73 +146,65 @@ def _writing(output: Path) -> Iterator[TextIO]:
         ) from error
 
 
-def _request(line: Line, number: int, options: argparse.Namespace) -> Request:
+def _tokenize_all(
+    lines: dict[int, Line], options: argparse.Namespace, model: Any, tokenizer: Any
+) -> tuple[dict[int, Request], dict[int, Result]]:
+    """Make the requests, by number, and the results of prompts that exceed the model's positions.
+
+    Prompts are tokenized here, except those whose pins refer to the chat's system turn.
+    """
     from h2o import models
-    from h2o.hf.batching.request import Request
+    from h2o.hf.batching.request import Request, Result, tokenize
 
-    is_turn = options.chat and isinstance(line.prompt, str)
-    return Request(
-        models.messages(line.prompt, options.system) if is_turn else line.prompt,
-        max_new_tokens=line.max_new_tokens,
-        seed=number if line.seed is None else line.seed,
-        pinned=line.pinned,
-    )
-
-
-def _tokenized(request: Request, tokenizer: Any, pin: Any) -> Request:
-    """The request with its prompt tokenized, unless its pins refer to the chat's system turn."""
-    from h2o.hf.batching.request import tokenize
-
-    if "system" not in (request.pinned, pin):
+    requests, too_long = {}, {}
+    for number, line in lines.items():
+        is_turn = options.chat and isinstance(line.prompt, str)
+        prompt = models.messages(line.prompt, options.system) if is_turn else line.prompt
+        ids = []
         with contextlib.suppress(Exception):  # generate_all reports errors of prompts
-            return replace(request, prompt=list(tokenize(request.prompt, tokenizer)))
-    return request
-
-
-def _too_long(
-    requests: dict[int, Request], model: Any, tokenizer: Any, max_new_tokens: int
-) -> Iterator[tuple[int, Result]]:
-    """Yield the results of requests that are longer than the model's positions."""
-    from h2o import models
-    from h2o.hf.batching.request import Result, tokenize
-
-    for number, request in requests.items():
-        tokens, limit = 0, request.max_new_tokens or max_new_tokens
-        with contextlib.suppress(Exception):  # generate_all reports errors of prompts
-            tokens = len(tokenize(request.prompt, tokenizer))
+            ids = list(tokenize(prompt, tokenizer))
+        limit = line.max_new_tokens
         try:
-            models.check_length(model, tokens, limit)
+            models.check_length(model, len(ids), limit or options.max_new_tokens)
         except UserError as error:
-            yield number, Result(number, [], None, tokens, "error", {}, error)
+            too_long[number] = Result(number, [], None, len(ids), "error", {}, error)
+            continue
+        if ids and "system" not in (line.pinned, options.pin):
+            prompt = ids
+        seed = number if line.seed is None else line.seed
+        requests[number] = Request(prompt, limit, seed, pinned=line.pinned)
+    return requests, too_long
 
 
-def _lines(path: Path) -> Iterator[Line]:
+def _lines(name: str, content: str) -> Iterator[Line]:
     """Yield the prompts of a file.
 
     Raises: ValueError for a line that is not a prompt, and for an id that occurs twice.
     """
     seen: set[str | int] = set()
-    for number, text in enumerate(path.read_text("utf-8-sig").split("\n")):
+    for number, text in enumerate(content.split("\n")):
         if not text.strip():
             continue
         try:
-            line = _line(number, json.loads(text))
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{path}, line {number + 1}: not JSON ({error.msg}): write a text in quotes, a "
-                "list of messages, or an object with prompt or messages"
-            ) from None
+            line = _line(number, text)
+            if line.id in seen:
+                raise ValueError(f"the id {line.id!r} is already taken")
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{path}, line {number + 1}: {error}") from None
-        except RecursionError:
-            raise ValueError(f"{path}, line {number + 1}: lists are nested too deeply") from None
-        if line.id in seen:
-            raise ValueError(f"{path}, line {number + 1}: the id {line.id!r} is already taken")
+            raise ValueError(f"{name}, line {number + 1}: {error}") from None
         seen.add(line.id)
         yield line
 
 
-def _line(number: int, content: Any) -> Line:
+def _line(number: int, text: str) -> Line:
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"not JSON ({error.msg}): write a text in quotes, a list of messages, or an object "
+            "with prompt or messages"
+        ) from None
+    except RecursionError:
+        raise ValueError("lists are nested too deeply") from None
     if not isinstance(content, dict):
         content = {"prompt" if isinstance(content, str) else "messages": content}
     if unknown := set(content) - FIELDS:
@@ -270,7 +234,7 @@ def _digest(options: argparse.Namespace) -> str:
     model may be stored at the same path later."""
     files = files_fingerprint([options.model]) if options.model else ""
     facts = {x: getattr(options, x) for x in SETTINGS}
-    return fingerprint({**facts, "config": asdict(options.config), "files": files})
+    return fingerprint({**facts, "config": asdict(options.setting.config), "files": files})
 
 
 def _answer(line: Line, result: Result, settings: str) -> dict[str, Any]:

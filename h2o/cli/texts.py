@@ -22,17 +22,15 @@ def article() -> str:
 def read(parser: argparse.ArgumentParser, argument: str, name: str) -> str:
     """Read a file in UTF-8, or standard input if the name is "-". Ends with an error if there is no
     such text."""
+    is_stdin = name == "-"
+    if is_stdin and sys.stdin is None:
+        parser.error(f"argument {argument}: standard input is closed")
     try:
-        if name != "-":
-            content = Path(name).read_bytes()
-        elif sys.stdin is None:
-            parser.error(f"argument {argument}: standard input is closed")
-        else:
-            content = sys.stdin.buffer.read()
-        text = content.decode("utf-8-sig")  # drops the byte order mark that some editors write
+        # "utf-8-sig" drops the byte order mark that some editors write.
+        with open(0 if is_stdin else name, encoding="utf-8-sig", closefd=not is_stdin) as file:
+            return file.read()
     except (OSError, UnicodeDecodeError) as error:
         parser.error(f"argument {argument}: {explain_unreadable(name, error)}")
-    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def check_output(

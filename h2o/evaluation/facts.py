@@ -45,7 +45,7 @@ def format_question(question: str, answer_begins: str) -> str:
     return f"\n\nQuestion: {question}\nAnswer: {answer_begins}"
 
 
-def state(begins: str, end: str, question: str) -> Fact:
+def state_fact(begins: str, end: str, question: str) -> Fact:
     """A fact whose sentence and answer begin with the same words."""
     return Fact(f"{begins} {end}.", format_question(question, begins), f" {end}")
 
@@ -53,25 +53,25 @@ def state(begins: str, end: str, question: str) -> Fact:
 def number(draw: random.Random) -> Fact:
     town, digits = draw.choice(TOWNS), str(draw.randint(10000, 99999))
     question = f"What is the secret number of {town}?"
-    return state(f"The secret number of {town} is", digits, question)
+    return state_fact(f"The secret number of {town} is", digits, question)
 
 
 def place(draw: random.Random) -> Fact:
     name, thing = draw.choice(NAMES), draw.choice(THINGS)
     question = f"Where does {name} keep the spare key?"
-    return state(f"{name} keeps the spare key under the", thing, question)
+    return state_fact(f"{name} keeps the spare key under the", thing, question)
 
 
 def password(draw: random.Random) -> Fact:
     town, words = draw.choice(TOWNS), " ".join(draw.sample(WORDS, 2))
     question = f"What is the password of the library in {town}?"
-    return state(f"The password of the library in {town} is", words, question)
+    return state_fact(f"The password of the library in {town} is", words, question)
 
 
 def gate(draw: random.Random) -> Fact:
     town, name = draw.choice(TOWNS), f"{draw.choice('BCDFGHJK')}{draw.randint(11, 99)}"
     question = f"From which gate does the ferry to {town} leave?"
-    return state(f"The ferry to {town} leaves from gate", name, question)
+    return state_fact(f"The ferry to {town} leaves from gate", name, question)
 
 
 def pairs(draw: random.Random) -> Fact:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from tqdm import tqdm
 from transformers import CompileConfig, TextStreamer
 
 from h2o.compat import compile_everywhere, with_cache
@@ -22,7 +23,6 @@ from h2o.config import H2OConfig
 from h2o.config.fields import Pinned
 from h2o.errors import UnsupportedError, UserError
 from h2o.hf.cache.new_cache import bytes_of_keys, new_cache
-from h2o.utils.progress import Progress
 
 Show = Callable[[str, int], None]
 
@@ -50,8 +50,6 @@ class Run:
     tokens_evicted: int
     mass_evicted: float
     """Share of all attention that evicted keys had received, 0 to 1."""
-    tokens_agree: int | None
-    """Leading tokens equal to those of the full cache; None without a full run."""
 
 
 class Times(NamedTuple):
@@ -127,11 +125,12 @@ def generate(
     ids: Any,
     *,
     max_new_tokens: int,
-    progress: Progress,
+    log: Callable[[str], None],
     pinned: Pinned = None,
     compile: bool = False,
     stream: Callable[[str], None] | None = None,
-) -> tuple[Run, list[int]]:
+    quiet: bool = False,
+) -> Run:
     """Generate greedily with a new cache, and take the times.
 
     Args:
@@ -140,37 +139,33 @@ def generate(
         ids: int64 [1, n], the prompt.
         pinned: as for `H2OCache`.
         compile: compile the decode step of an H2OCache before the clock starts.
-        stream: called with new text. Without it the progress line counts tokens.
-
-    Returns:
-        (the run, the new tokens)
+        log: called with a line before compilation.
+        stream: called with new text. Without it a progress bar counts tokens on a terminal.
+        quiet: show no progress bar.
 
     Raises: UserError for a cache that cannot be compiled, and for pins that do not fit.
     """
     how: dict[str, Any] = {"max_new_tokens": max_new_tokens}
     if compile := compile and config is not None:
-        progress.print_line(f"{mode}: compiling the decode step, which takes a minute or two")
-        how |= compiling()
+        log(f"{mode}: compiling the decode step, which takes a minute or two")
+        how |= compile_arguments()
         with _name_option("--compile", UnsupportedError):
             warm = new_cache(model, config, ids.shape[1], compile)
         time_tokens(model, tokenizer, ids[:, :8], warm, **how | {"max_new_tokens": 3})
 
     def show(text: str, count: int) -> None:
         if stream is None:
-            progress.update(f"{mode}: {count} of {max_new_tokens} tokens")
+            bar.update(count - bar.n)
         else:
-            progress.update("")
             stream(text)
 
     with contextlib.nullcontext() if pinned is None else _name_option("--pin", ValueError):
         cache = new_cache(model, config, ids.shape[1], compile, pinned)
-        progress.update(f"{mode}: prefill")
-        try:
+        hide = quiet or stream is not None or None  # None hides it unless this is a terminal
+        with tqdm(desc=mode, total=max_new_tokens, unit="token", leave=False, disable=hide) as bar:
             times = time_tokens(model, tokenizer, ids, cache, show, **how)
-        finally:
-            progress.update("")
     prefill, count = times.prefill, len(times.tokens)
-    run = Run(
+    return Run(
         mode=mode,
         text=tokenizer.decode(times.tokens, skip_special_tokens=True),
         new_tokens=count,
@@ -178,10 +173,8 @@ def generate(
         prefill_tokens_per_second=ids.shape[1] / prefill,
         decode_seconds=times.decode,
         decode_tokens_per_second=(count - 1) / times.decode if count > 1 else 0.0,
-        tokens_agree=None,
         **_cache_facts(cache),
     )
-    return run, times.tokens
 
 
 @contextlib.contextmanager
@@ -193,7 +186,7 @@ def _name_option(option: str, refusal: type[ValueError]) -> Iterator[None]:
         raise UserError(f"{option}: {error}") from error
 
 
-def compiling() -> dict[str, Any]:
+def compile_arguments() -> dict[str, Any]:
     """Arguments for the model's generate() that make it compile, also on a CPU."""
     config = CompileConfig(fullgraph=True, mode="default")
     compile_everywhere(config)
@@ -226,9 +219,3 @@ def _cache_facts(cache: Any) -> dict[str, Any]:
         "tokens_evicted": seen - held,
         "mass_evicted": mass,
     }
-
-
-def leading_agreement(tokens: list[int], others: list[int]) -> int:
-    """Number of leading tokens that are equal in both lists."""
-    pairs = list(zip(tokens, others, strict=False))
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))

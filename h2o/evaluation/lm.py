@@ -52,7 +52,7 @@ POLICY = ("variant", *PARAMETERS)
 GENERATES = "generates text, which cannot be simulated: use protocol=drop"
 """Why a task has no answers under protocol=simulate"""
 
-OF_CACHES = {"drop": "context", "read": "document"}
+CUT_TEXT = {"drop": "context", "read": "document"}
 """The text that a real cache cuts, by protocol."""
 
 Request = tuple[Any, list[int], list[int]]
@@ -154,7 +154,7 @@ class H2OLM(HFLM):
             "protocol": self.protocol,
             **self.setting.describe(),
             "ratio_of": self.ratio_of,
-            "prompt_len": OF_CACHES.get(self.protocol, self.prompt_length),
+            "prompt_len": CUT_TEXT.get(self.protocol, self.prompt_length),
             **dataclasses.asdict(self.tally),
         }
 
@@ -290,9 +290,10 @@ class H2OLM(HFLM):
 
     def _count_kept(self, text: list[int]) -> None:
         """Count the keys that are kept of a simulated text or of a prompt."""
-        self.add(protocols.fraction_base(len(self._parts(text)[0]), self.prompt_length))
+        document, _ = self._split_prompt(text)
+        self.count_text(protocols.fraction_base(len(document), self.prompt_length))
 
-    def add(self, seen: int) -> None:
+    def count_text(self, seen: int) -> None:
         """Count a request with a text of `seen` tokens."""
         self.tally.requests += 1
         self.tally.tokens_seen += seen
@@ -319,7 +320,7 @@ class H2OLM(HFLM):
         logits = protocols.by_cache(self._forward, prompts, continuations, cache)
         return [self._answer(x, tokens) for x, tokens in zip(logits, continuations, strict=True)]
 
-    def _parts(self, prompt: list[int]) -> tuple[list[int], list[int]]:
+    def _split_prompt(self, prompt: list[int]) -> tuple[list[int], list[int]]:
         """Split a prompt into the document, after which the cache is cut, and the question."""
         n = question_tokens(prompt, self.tokenizer) if self.protocol == "read" else 0
         return prompt[: len(prompt) - n], prompt[len(prompt) - n :]
@@ -327,7 +328,7 @@ class H2OLM(HFLM):
     def _prompts(self, texts: Sequence[list[int]]) -> tuple[Tensor, Tensor, H2OCache]:
         """Ids and mask [B, n] of prompts, and their cache. It is empty, except with protocol
         "read": then it holds the documents, which are the first padded columns."""
-        parts = list(zip(*map(self._parts, texts), strict=True))
+        parts = list(zip(*map(self._split_prompt, texts), strict=True))
         document, question = (protocols.pad_rows(x, pad=self.tokenizer.pad_token_id) for x in parts)
         ids, mask = (torch.cat(x, dim=1) for x in zip(document, question, strict=True))
         if self.protocol == "read":

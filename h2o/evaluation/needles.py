@@ -34,20 +34,6 @@ DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Positions of the sentence in the text. At 0 it is the second sentence, at 1 the last."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Trial:
-    """One text with its facts. Each question follows the text alone, without the others."""
-
-    length: int
-    document: str
-    facts: tuple[Fact, ...]
-
-    @property
-    def questions(self) -> list[tuple[str, str]]:
-        """Question and answer of each fact."""
-        return [(x.question, x.answer) for x in self.facts]
-
-
 Asked = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Token ids [1, n] of the question and the answer for each fact"""
 
@@ -77,20 +63,8 @@ def dataset(
     if each < 1 or each % 1:
         raise UserError(f"--limit {each:g}: must be a number of texts, at least 1")
     text, tokens = text_of(file, "h2o_needles"), tokenizer_of(tokenizer, pretrained)
-    return rows(
-        [
-            {
-                "text": trial.document,
-                "length": trial.length,
-                "depths": [x.depth for x in trial.facts],
-                "kinds": [x.kind for x in trial.facts],
-                "asked": {"facts": [list(pair) for pair in trial.questions]},
-            }
-            for trial in make_trials(
-                text, tokens, parse_lengths(lengths), int(each), parse_kinds(facts), decoys
-            )
-        ]
-    )
+    chosen, kinds = parse_lengths(lengths), parse_kinds(facts)
+    return rows(make_rows(text, tokens, chosen, int(each), kinds, decoys))
 
 
 def parse_lengths(lengths: int | str | Sequence[int]) -> list[int]:
@@ -124,15 +98,16 @@ def share(texts: Sequence[Sequence[bool]]) -> float:
     return statistics.fmean(itertools.chain(*texts))
 
 
-def make_trials(
+def make_rows(
     text: str, tokenizer: Any, lengths: Sequence[int], each: int,
     kinds: Sequence[str] = ("number",), decoys: int = 0,
-) -> list[Trial]:  # fmt: skip
-    """Make `each` trials for every length, depth and kind of fact. Every call makes the same ones.
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Make `each` rows for every length, depth and kind of fact. Every call makes the same ones.
 
-    Trials use consecutive pieces of the text, starting over at its end. A length is the number of
+    Rows use consecutive pieces of the text, starting over at its end. A length is the number of
     tokens of a piece without the hidden sentences. With `decoys` a text has `decoys + 1` facts of
-    the kind and as many of the next kind, at random depths, and all of them are asked about.
+    the kind and as many of the next kind, at random depths, and all of them are asked about. Each
+    question follows the text alone, without the others.
 
     Raises: UserError for a text with fewer tokens than a length, or without sentences.
     """
@@ -142,7 +117,7 @@ def make_trials(
             f"the text has {len(ids)} tokens, but a length is {max(lengths)}: lower --lengths"
         )
     draw = random.Random(0)
-    chosen, start = [], 0
+    made, start = [], 0
     places = itertools.product(lengths, DEPTHS, range(len(kinds)), range(each))
     for length, depth, first, _ in places:
         if start + length > len(ids):
@@ -153,8 +128,16 @@ def make_trials(
             facts = draw_alike([kinds[(first + i) % len(kinds)] for i in (0, 1)], decoys + 1, draw)
         else:
             facts = [dataclasses.replace(make_fact(kinds[first], draw), depth=depth)]
-        chosen.append(Trial(length, hide(piece, facts), tuple(facts)))
-    return chosen
+        made.append(
+            {
+                "text": hide(piece, facts),
+                "length": length,
+                "depths": [x.depth for x in facts],
+                "kinds": [x.kind for x in facts],
+                "asked": {"facts": [[x.question, x.answer] for x in facts]},
+            }
+        )
+    return made
 
 
 def draw_alike(kinds: Sequence[str], each: int, draw: random.Random) -> list[Fact]:
@@ -194,7 +177,7 @@ def answer(lm: Any, document: str, facts: Sequence[tuple[str, str]]) -> list[boo
             f"a text of {ids.shape[1]} tokens and its question exceed the model's "
             f"{lm.max_length} positions: lower --lengths"
         )
-    lm.add(ids.shape[1])
+    lm.count_text(ids.shape[1])
     if lm.is_counting:
         return []
     return find_facts(lm._forward, lm.model, lm.setting, ids, asked, lm.tokenizer)

@@ -36,7 +36,7 @@ from h2o.utils.processes import world_size
 TASKS = Path(__file__).parent / "tasks"
 """The folder of h2o's own task files."""
 
-OF_ALL_SETTINGS = (
+PASSED_UNCHANGED = (
     "tasks", "num_fewshot", "limit", "samples", "gen_kwargs", "write_out", "system_instruction",
     "apply_chat_template", "confirm_run_unsafe_code",
 )  # fmt: skip
@@ -44,7 +44,7 @@ OF_ALL_SETTINGS = (
 
 SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
 
-OF_ONE_SETTING = ("predict_only", "show_config", "check_integrity", "wandb_args", "trackio_args")
+FOR_ONE_SETTING = ("predict_only", "show_config", "check_integrity", "wandb_args", "trackio_args")
 """lm-eval's options that cannot be used with several settings"""
 
 Measured = dict[str, Any]
@@ -83,7 +83,7 @@ def compare(
         config = EvaluatorConfig.from_cli(HarnessCLI().parse_args())
         config.metadata = {"prompt_length": prompt_length} | (config.metadata or {})
         manager = task_manager(config)
-    for name in OF_ONE_SETTING:
+    for name in FOR_ONE_SETTING:
         if getattr(config, name):
             raise UserError(f"--{name} is for one setting: leave out --compare")
     of_cache = set(config.model_args) & {*POLICY, "protocol", "prompt_length"}
@@ -183,7 +183,7 @@ def measure(
         evaluation_tracker=tracker,
         fewshot_as_multiturn=bool(config.fewshot_as_multiturn),
         metadata=metadata(config),
-        **{name: getattr(config, name) for name in OF_ALL_SETTINGS},
+        **{name: getattr(config, name) for name in PASSED_UNCHANGED},
         **config.cache_requests,
         **dict(zip(SEEDS, config.seed or [None] * 4, strict=True)),
     )

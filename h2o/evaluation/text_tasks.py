@@ -7,12 +7,12 @@ logs it. The arguments are a text and, in place of a continuation, a dictionary.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from lm_eval.api.instance import Instance
+from lm_eval.api.metrics import mean_stderr, weighted_mean, weighted_perplexity
 from lm_eval.api.task import ConfigurableTask
 from tqdm import tqdm
 
@@ -85,26 +85,20 @@ class Perplexity(TextTask):
     @staticmethod
     def columns(samples: Samples, full: Samples | None) -> dict[str, str]:
         each = [tuple(sample["perplexity"]) for sample in samples]
-        perplexity = math.exp(-_mean(each))
+        perplexity = weighted_perplexity(each)
         cells = {"perplexity": f"{perplexity:.2f}" + _format_error(each, 2, perplexity)}
         if full:
             pairs = zip(each, (sample["perplexity"] for sample in full), strict=True)
             lost = [(there[0] - here[0], here[1]) for here, there in pairs]
-            cells["nats lost"] = f"{_mean(lost):.3f}" + _format_error(lost, 3)
+            cells["nats lost"] = f"{weighted_mean(lost):.3f}" + _format_error(lost, 3)
         return cells | {"scored": f"{sum(tokens for _, tokens in each)}"}
 
 
-def _mean(each: Sequence[tuple[float, int]]) -> float:
-    """The mean per token, from (sum, number of tokens) of each window."""
-    return sum(total for total, _ in each) / sum(tokens for _, tokens in each)
-
-
 def _format_error(each: Sequence[tuple[float, int]], digits: int, factor: float = 1.0) -> str:
-    """Format the standard error of `_mean` over windows, times `factor`. One window has none."""
+    """Format the standard error of the mean per token over windows, times `factor`. One window has
+    none."""
     means = [total / tokens for total, tokens in each]
-    if len(means) < 2:
-        return ""
-    return f" ±{factor * statistics.stdev(means) / math.sqrt(len(means)):.{digits}f}"
+    return f" ±{factor * mean_stderr(means):.{digits}f}" if len(means) > 1 else ""
 
 
 class Needles(TextTask):

@@ -101,7 +101,7 @@ def answer(lm: Any, window: list[int], prompt_length: int) -> tuple[float, int]:
         raise ValueError(
             f"--window {len(window)}: use a number from 2 to the model's {lm.max_length} positions"
         )
-    lm.add(protocols.fraction_base(len(window), prompt_length))
+    lm.count_text(protocols.fraction_base(len(window), prompt_length))
     if lm.is_counting:
         return 0.0, len(window)
     measure = by_simulation if lm.protocol == "simulate" else by_cache

@@ -38,40 +38,42 @@ def find_facts(model, *which):
 
 
 def test_facts_stand_where_they_should(tokenizer):
-    rows = needles.make_trials(TEXT, tokenizer, LENGTHS, 3)
-    assert rows == needles.make_trials(TEXT, tokenizer, LENGTHS, 3)
+    rows = needles.make_rows(TEXT, tokenizer, LENGTHS, 3)
+    assert rows == needles.make_rows(TEXT, tokenizer, LENGTHS, 3)
     assert len(rows) == len(LENGTHS) * len(needles.DEPTHS) * 3
-    assert len({row.document for row in rows}) == len(rows)
+    assert len({row["text"] for row in rows}) == len(rows)
     for row in rows:
-        (hidden,) = row.facts
-        number = hidden.answer.strip()
-        before, _, after = row.document.partition("The secret number of ")
+        ((question, answer),) = row["asked"]["facts"]
+        (depth,) = row["depths"]
+        number = answer.strip()
+        before, _, after = row["text"].partition("The secret number of ")
         town = after.partition(" ")[0]
         assert after.startswith(f"{town} is {number}.")
-        assert len(before) + len(after.partition(".")[2]) == row.length + len(" ")
+        assert len(before) + len(after.partition(".")[2]) == row["length"] + len(" ")
         assert before.rstrip()[-1] == "."
-        assert town in hidden.question
-        assert number not in hidden.question
+        assert town in question
+        assert number not in question
         left, right = before.count(". "), after.count(". ") - 1  # without the fact's own
-        assert left - 1 == round(hidden.depth * (left + right - 1))
+        assert left - 1 == round(depth * (left + right - 1))
 
 
 def test_decoys_are_facts_of_the_same_kinds_about_others(tokenizer):
     """Each fact is asked for separately, and its question names the fact that is meant."""
-    (row, *_) = needles.make_trials(
-        TEXT, tokenizer, (110,), 1, ["number", "place", "gate"], decoys=3
-    )
-    assert [x.kind for x in row.facts] == ["number"] * 4 + ["place"] * 4
-    assert len({question for question, _ in row.questions}) == 8
-    assert sorted(x.depth for x in row.facts) == [i / 7 for i in range(8)]
-    for hidden in row.facts:
-        assert row.document.count(hidden.sentence) == 1
+    kinds = ["number", "place", "gate"]
+    (row, *_) = needles.make_rows(TEXT, tokenizer, (110,), 1, kinds, decoys=3)
+    assert row["kinds"] == ["number"] * 4 + ["place"] * 4
+    asked = row["asked"]["facts"]
+    assert len({question for question, _ in asked}) == 8
+    assert sorted(row["depths"]) == [i / 7 for i in range(8)]
+    for question, answer in asked:
+        begins = question.partition("\nAnswer: ")[2]
+        assert row["text"].count(f"{begins}{answer}.") == 1
 
 
 def test_each_question_is_answered_as_if_it_were_the_only_one(tokenizer):
     ours = build("llama")
-    (row, *_) = needles.make_trials(TEXT, tokenizer, (60,), 1, ["gate", "place"], decoys=1)
-    document, asked = needles.encode(tokenizer, row.document, row.questions)
+    (row, *_) = needles.make_rows(TEXT, tokenizer, (60,), 1, ["gate", "place"], decoys=1)
+    document, asked = needles.encode(tokenizer, row["text"], row["asked"]["facts"])
     setting = parse("h2o:0.2+0.2")
     together = find_facts(ours, setting, document, asked)
     assert together == [find_facts(ours, setting, document, [one])[0] for one in asked]
@@ -80,30 +82,30 @@ def test_each_question_is_answered_as_if_it_were_the_only_one(tokenizer):
 @pytest.mark.parametrize("kind", facts.KINDS)
 def test_facts_of_every_kind(tokenizer, kind):
     """The text contains the answer exactly once, and the question does not contain it."""
-    rows = needles.make_trials(TEXT, tokenizer, (60,), 4, [kind])
-    assert {row.facts[0].kind for row in rows} == {kind}
-    hidden = [row.facts[0] for row in rows]
-    assert len({fact.answer for fact in hidden}) > len(rows) / 2
-    for row, fact in zip(rows, hidden, strict=True):
-        assert fact.answer.startswith(" ")
-        assert row.document.count(fact.answer) == 1
-        assert fact.answer.strip() not in fact.question
-        assert not fact.question.endswith(" ")
+    rows = needles.make_rows(TEXT, tokenizer, (60,), 4, [kind])
+    assert all(row["kinds"] == [kind] for row in rows)
+    asked = [row["asked"]["facts"][0] for row in rows]
+    assert len({answer for _, answer in asked}) > len(rows) / 2
+    for row, (question, answer) in zip(rows, asked, strict=True):
+        assert answer.startswith(" ")
+        assert row["text"].count(answer) == 1
+        assert answer.strip() not in question
+        assert not question.endswith(" ")
 
 
 def test_a_text_that_is_too_short_or_has_no_sentences(tokenizer):
     with pytest.raises(UserError, match="lower --lengths"):
-        needles.make_trials("A boat.", tokenizer, (60,), 1)
+        needles.make_rows("A boat.", tokenizer, (60,), 1)
     with pytest.raises(UserError, match="nowhere to hide"):
-        needles.make_trials("boat " * 40, tokenizer, (60,), 1)
+        needles.make_rows("boat " * 40, tokenizer, (60,), 1)
 
 
 @pytest.mark.parametrize("setting", ["full", "h2o:9+6"])
 def test_found_is_what_greedy_decoding_writes(tokenizer, setting):
     """Answers that the model itself generates token by token count as found, others do not."""
     model, setting = build(), parse(setting)
-    (row, *_) = needles.make_trials(TEXT, tokenizer, (60,), 1, ["gate", "place"], decoys=1)
-    document, asked = needles.encode(tokenizer, row.document, row.questions)
+    (row, *_) = needles.make_rows(TEXT, tokenizer, (60,), 1, ["gate", "place"], decoys=1)
+    document, asked = needles.encode(tokenizer, row["text"], row["asked"]["facts"])
     config = None if setting.variant == "full" else setting.config
     answers = []
     for question, _ in asked:
