@@ -194,10 +194,10 @@ def test_rows_whose_token_is_masked_stay_as_they_are():
     mask[1, 24:] = False
     mask[2, 25::2] = False
     talk = Conversation(numpy_core, text, policy, mask=mask).feed_all([24])
-    before = [np.array(x[1]) for x in talk.slots if x is not None]
+    before = [None if x is None else x[1].copy() for x in talk.slots]
     talk.feed_all([1] * (N - 24))
-    for old, new in zip(before, talk.slots, strict=False):
-        np.testing.assert_array_equal(new[1], old)
+    for old, new in zip(before, talk.slots, strict=True):
+        np.testing.assert_array_equal(None if new is None else new[1], old)
     assert not talk.answer[1, 24:].any()
     compare(talk, answers(text, [24, *[1] * (N - 24)], policy, mask=mask), 2e-5)
 
