@@ -177,6 +177,9 @@ def test_profiles_are_held_against_each_layer_as_well():
     cache = H2OCache(plain.config, heavy=6, recent=6, head_shares=profile_of(ours))
     with pytest.raises(ValueError, match="is not active in this model"):
         plain(prompt, **with_cache(cache))
+    cache = H2OCache(plain.config, heavy=6, recent=6, head_shares=profile_of(base(9)))
+    with pytest.raises(ValueError, match=r"weights of .* differ"):
+        plain(prompt, **with_cache(cache))
 
 
 @pytest.mark.parametrize(

@@ -407,6 +407,7 @@ def test_reports_and_pictures():
     assert "inf" not in str(report).replace("infinity", "")
     assert "46.7% of the held tokens are pinned" in report.note
     kept = cache.kept(0)
+    assert "<svg" in kept._repr_html_()
     assert "inf" not in kept._repr_html_()
     assert "nan" not in kept._repr_html_()
     bare = read(ours, [document], H2OCache(ours, **SMALL)).report()
