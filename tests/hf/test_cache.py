@@ -297,7 +297,7 @@ def test_a_failed_call_leaves_the_cache_as_it_was(columns, before):
     with pytest.raises(ValueError, match=r"has 3 heads|H = 3"):
         forward(cache, type(text)(piece.query[:, :3], piece.keys, piece.values))
     assert state(cache) == before
-    with pytest.raises(TypeError, match="not in float64"):
+    with pytest.raises(TypeError, match=r"not in float64: call model\.float\(\)"):
         forward(cache, type(text)(*(x.astype(np.float64) for x in piece)))
     assert state(cache) == before
     with pytest.raises(ValueError, match="holds a batch of 2 rows and was given 1"):

@@ -129,6 +129,7 @@ def test_plots_take_and_return_axes(held, monkeypatch):
         new_ax = plot()
         assert new_ax.figure is not ax.figure
         pyplot.close(new_ax.figure)
+    assert len(ax.figure.axes) == 2  # the colors have a scale
     shown = ax.images[0].get_array()
     positions, scores = cache.kept(1)
     assert shown.shape == (2, int(positions[0].max()) + 1)
