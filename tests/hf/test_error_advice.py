@@ -317,6 +317,7 @@ def test_is_initialized(name):
     assert cache.is_initialized
     cache.reset()
     assert not cache.is_initialized
+    assert all(getattr(layer, "keys", None) is None for layer in cache.layers), "memory is free"
 
 
 @pytest.mark.parametrize(
