@@ -9,7 +9,7 @@ import numpy as np
 
 from h2o import ops
 from h2o.slots import PER_ROW
-from tests.inputs import Policy, Text, heads, kept
+from tests.inputs import GoldenCache, Policy, Text, heads, kept
 
 
 class Engine(NamedTuple):
@@ -106,6 +106,25 @@ class Conversation:
     def answer(self) -> np.ndarray:
         """Output [B, N, H, D] for all columns that were fed."""
         return np.concatenate(self.out, axis=1)
+
+
+def assert_same_kept(
+    got: Conversation, wanted: Conversation, rtol: float = 0.0, atol: float = 0.0
+) -> None:
+    """Check that both have the same keys after each call, with scores that differ by no more."""
+    for (positions, scores), (wanted_positions, wanted_scores) in zip(
+        got.kept, wanted.kept, strict=True
+    ):
+        np.testing.assert_array_equal(positions, wanted_positions)
+        np.testing.assert_allclose(scores, wanted_scores, rtol=rtol, atol=atol)
+
+
+def assert_golden(talk: Conversation, golden: GoldenCache) -> None:
+    """Check that a golden text was answered, and its keys kept, as by the authors' code."""
+    for call, (positions, scores) in enumerate(talk.kept):
+        np.testing.assert_array_equal(positions, golden.kept[call])
+        np.testing.assert_allclose(scores, golden.scores[call], rtol=0, atol=5e-5)
+    np.testing.assert_allclose(talk.answer, golden.out, rtol=0, atol=1e-5)
 
 
 def own_rows(slots: Any) -> Any:

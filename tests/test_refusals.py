@@ -124,28 +124,6 @@ def test_a_profile_of_other_weights_is_refused(folders, tmp_path, capsys):
             assert bool(said.out) != code
 
 
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        (f"{EVAL} --compare full,h2o:8+many", "h2o:8+many"),
-        (f"{EVAL} --heavy 0 --recent 0", "budget"),
-        (f"{EVAL} --decay 2", "decay"),
-        (f"{EVAL} --dtype float31", "choose from 'auto', 'float32'"),
-        (f"{EVAL} --profile no/such/file --compare full,calibrated:0.2", "no/such/file"),
-        (f"{GENERATE} --profile no/such/file", "no/such/file"),
-        (f"{GENERATE} --decay 2", "decay"),
-    ],
-)
-def test_wrong_settings_exit_alike(command, words, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        cli.main(command.split())
-    assert exit_.value.code == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert len(captured.err.splitlines()) == 1
-    assert words in captured.err
-
-
 def test_full_needs_no_cache_of_ours(folders, tmp_path, capsys):
     (tmp_path / "text").write_text("A sentence of the text. " * 12)
     arguments = ["eval", "--perplexity", str(tmp_path / "text"), "--window", "60", "--compare"]

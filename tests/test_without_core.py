@@ -22,7 +22,7 @@ import h2o
 from h2o import backends, packages
 from h2o.backends import without_core
 from tests import inputs
-from tests.conversation import Conversation, numpy_core
+from tests.conversation import Conversation, assert_same_kept, numpy_core
 from tests.core.calls import EVERY_TENSOR, NAMES, make
 from tests.core.conftest import refused as refused
 from tests.torch.engines import core
@@ -76,9 +76,7 @@ def test_a_conversation_is_that_of_the_core(engine, changes, request):
     request.getfixturevalue("by_torch")
     answers = Conversation(engine, text, policy).feed_all(pieces)
     np.testing.assert_allclose(answers.answer, wanted.answer, rtol=2e-5, atol=2e-5)
-    for (positions, scores), (other, sums) in zip(answers.kept, wanted.kept, strict=True):
-        np.testing.assert_array_equal(positions, other)
-        np.testing.assert_allclose(scores, sums, rtol=1e-4, atol=1e-5)
+    assert_same_kept(answers, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "tensor"), EVERY_TENSOR)

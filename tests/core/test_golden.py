@@ -7,7 +7,7 @@ import pytest
 
 from h2o import ops
 from tests import inputs
-from tests.conversation import Conversation, numpy_core
+from tests.conversation import Conversation, assert_golden, numpy_core
 
 
 @pytest.mark.parametrize("stepwise", [True, False], ids=["step", "attend-evict"])
@@ -17,10 +17,7 @@ def test_cache_keeps_what_the_authors_cache_keeps(name, stepwise):
     policy = inputs.Policy(golden.heavy, golden.recent)
     talk = Conversation(numpy_core, golden.text, policy, stepwise=stepwise)
     talk.feed_all(golden.calls)
-    for call, (positions, scores) in enumerate(talk.kept):
-        np.testing.assert_array_equal(positions, golden.kept[call])
-        np.testing.assert_allclose(scores, golden.scores[call], rtol=0, atol=5e-5)
-    np.testing.assert_allclose(talk.answer, golden.out, rtol=0, atol=1e-5)
+    assert_golden(talk, golden)
     mass = talk.slots.scores[talk.slots.positions >= 0].sum() + talk.slots.evicted_score.sum()
     np.testing.assert_allclose(mass, golden.out.shape[1] * golden.out.shape[2], rtol=1e-5)
 

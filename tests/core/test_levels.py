@@ -18,7 +18,8 @@ LEVELS = ops.info()["levels"]
 
 TABLES = [
     *("core/test_ops.py", "core/test_golden.py"),
-    *("torch/test_dtypes.py", "torch/test_step_bytes.py", "torch/test_heavy_tails.py"),
+    *("torch/test_cache_relative.py", "torch/test_dtypes.py", "torch/test_step_bytes.py"),
+    "torch/test_heavy_tails.py",
 ]
 
 

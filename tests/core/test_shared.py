@@ -8,7 +8,7 @@ import pytest
 from h2o import ops
 from tests import inputs
 from tests.cases import pairs
-from tests.conversation import Conversation, numpy_core
+from tests.conversation import Conversation, assert_same_kept, numpy_core
 from tests.core.calls import make
 from tests.inputs import POLICIES
 
@@ -61,9 +61,7 @@ def test_as_with_values_that_are_the_keys(name, R, D, more):
     )
     assert once.slots.values is None
     np.testing.assert_array_equal(once.answer, twice.answer)
-    for (positions, scores), (wanted, wanted_scores) in zip(once.kept, twice.kept, strict=True):
-        np.testing.assert_array_equal(positions, wanted)
-        np.testing.assert_array_equal(scores, wanted_scores)
+    assert_same_kept(once, twice)
     for field in ("keys", "evicted_score", "norms"):
         np.testing.assert_array_equal(getattr(once.slots, field), getattr(twice.slots, field))
 

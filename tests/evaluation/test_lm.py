@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import logging
 import types
 
 import pytest
 import torch
 from lm_eval.api.instance import Instance
-from lm_eval.api.model import CachingLM
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM
 
@@ -296,39 +294,7 @@ def test_generation_goes_through_a_real_cache(lm, hflm):
         lm.generate_until(tasks, disable_tqdm=True)
 
 
-# ---- Interruption ------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # lm-eval never closes its database
-@pytest.mark.parametrize("setting", ["full", "h2o:4+4"])
-@pytest.mark.parametrize("protocol", ["simulate", "drop"])
-def test_an_interrupted_run_goes_on(tokenizer, tmp_path, protocol, setting):
-    """The run continues with lm-eval's cache of answers, which stores each batch at once."""
-    lm = make(tokenizer, batch_size=2)
-    forward, calls, stop_at = lm.model.forward, [], []
-
-    def interrupted(*args, **kwargs):
-        calls.append(1)
-        if len(calls) in stop_at:
-            raise KeyboardInterrupt
-        return forward(*args, **kwargs)
-
-    interrupted.__signature__ = inspect.signature(forward)
-    lm.model.forward = interrupted
-    lm.use(parse(setting), protocol)
-    want, passes = numbers(lm), len(calls)
-    stop_at.append(passes + int(0.8 * passes))
-    remembering = CachingLM(lm, str(tmp_path / "answers"))
-    with pytest.raises(KeyboardInterrupt):
-        remembering.loglikelihood(requests())
-    before = len(calls)
-    got = remembering.loglikelihood(requests())
-    close(torch.tensor([x for x, _ in got], dtype=torch.float64), want[0])
-    assert [x for _, x in got] == want[1]
-    assert 0 < len(calls) - before < 0.5 * passes
-    before = len(calls)
-    assert remembering.loglikelihood(requests()) == got
-    assert len(calls) == before, "everything is known now"
+# ---- Counting, tuned prompts, angles -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("protocol", ["simulate", "drop", "read"])

@@ -12,18 +12,12 @@ import torch
 
 from h2o import H2OCache, simulated
 from h2o.compat import with_cache
+from tests.hf import cut
 from tests.hf.cut import in_two_parts, kept, refused, taken_over
 from tests.hf.tiny import CROPS_TO_LENGTH, batch, greedy, prompts
 
 CACHES = {
-    "even": {"heavy": 6, "recent": 6},
-    "fractions": {
-        "heavy": 0.2,
-        "recent": 0.1,
-        "min_tokens": 0,
-        "value_weighted": True,
-        "score_by": "mean",
-    },
+    **{name: cut.CACHES[name] for name in ("even", "fractions")},
     "decayed": {"heavy": 6, "recent": 6, "sinks": 2, "decay": 0.9},
     "max": {"heavy": 6, "recent": 6, "score_by": "max"},
 }

@@ -294,12 +294,10 @@ def test_a_failed_call_leaves_the_cache_as_it_was(columns, before):
     feed(cache, text.cut(0, 22), calls)
     before = state(cache)
     piece = text.cut(22, 22 + columns)
-    with pytest.raises((ValueError, TypeError)):
-        forward(
-            cache, type(text)(piece.query[:, :3], piece.keys, piece.values)
-        )  # 3 heads, 2 groups
+    with pytest.raises(ValueError, match=r"has 3 heads|H = 3"):
+        forward(cache, type(text)(piece.query[:, :3], piece.keys, piece.values))
     assert state(cache) == before
-    with pytest.raises((ValueError, TypeError)):
+    with pytest.raises(TypeError, match=r"not in float64: call model\.float\(\)"):
         forward(cache, type(text)(*(x.astype(np.float64) for x in piece)))
     assert state(cache) == before
     with pytest.raises(ValueError, match="holds a batch of 2 rows and was given 1"):
@@ -437,10 +435,6 @@ def test_prompt_length_for_prompts_in_pieces():
     chat = new_cache(heavy=0.3, recent=0.2, min_tokens=0)
     feed(chat, text, [20, 7, 3])  # a prompt and turns after it
     assert chat.report().layers[0].budget == [10, 10]
-    with pytest.raises(ValueError, match="3 entries for a batch of 2"):
-        forward(
-            new_cache(heavy=0.3, recent=0.2, min_tokens=0, prompt_length=[1, 2, 3]), text.cut(0, 7)
-        )
     # budgets in tokens do not need the prompt's length
     feed(new_cache(heavy=3, recent=2), text, [7, 7, 7, 3, *[1] * 6])
 

@@ -26,7 +26,6 @@ from tests.hf.tiny import (
     prompts,
     slow_if,
 )
-from tests.reference import operations as reference
 
 SUPPORTED = [
     name for name, family in FAMILIES.items() if (family.model_type or name) in CACHE_RELATIVE_TYPES
@@ -220,15 +219,6 @@ def test_no_position_exceeds_the_budget():
             table = patch.cache.layers[0].variant.rotary.table(13)
             assert len(table) < 100
             assert patch.cache.layers[0].slots.keys.shape[2] == 13
-
-
-def test_beams_move_ranks_with_their_rows():
-    ours = model("llama")
-    cache = H2OCache(ours.config, SMALL)
-    greedy(ours, batch(prompts(17, 23)), 12, **with_cache(cache), num_beams=3)
-    for layer in cache.layers:
-        if layer.variant._ranks is not None:
-            assert torch.equal(layer.variant._ranks, reference.ranks(layer.slots))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -6,11 +6,11 @@ import threading
 
 import pytest
 import torch
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache
 
 import h2o
-from h2o import H2OCache, H2OConfig, patched
-from h2o.compat import CROPS_TO_LENGTH, HYBRIDS, with_cache
+from h2o import H2OCache, H2OConfig
+from h2o.compat import CROPS_TO_LENGTH, with_cache
 from h2o.hf.cache_state import seen_text
 from tests.hf.test_families import ALIKE
 from tests.hf.tiny import FAMILIES, LATENT, batch, greedy, prompts, shared, slow_if
@@ -91,20 +91,6 @@ def test_direct_passes_at_earlier_positions():
         ours(ids[:, :1], position_ids=torch.tensor([[3]]), **with_cache(cache))
     ours(ids[:, :1], position_ids=torch.tensor([[34]]), **with_cache(cache))
     assert cache.get_seq_length() == 35
-
-
-@pytest.mark.parametrize("name", ["llama", *["bamba"] * HYBRIDS])
-def test_chunks_are_numbered_as_generate_numbers_them(name):
-    """generate_all must number the tokens of chunks as generate() does. Bamba itself would count
-    each forward pass from 0."""
-    ours, (ids,) = shared(name), prompts(40)
-    settings = GenerationConfig(prefill_chunk_size=16, max_new_tokens=8, do_sample=False)
-    (result,) = h2o.generate_all(
-        ours, [ids[0].tolist()], rows=1, generation_config=settings, **SMALL
-    )
-    cache = H2OCache(ours.config, **SMALL)
-    out = ours.generate(ids, generation_config=settings, **with_cache(cache))
-    assert result.ids == out[0, 40:].tolist()
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window"])
@@ -388,22 +374,6 @@ def test_questions_about_another_document(readings):
     )
     assert first.ids == third.ids
     assert "are not the ones that the cache has seen" in str(second.error)
-
-
-def test_patched_answers_anew():
-    ours, (ids,) = shared("llama"), prompts(30)
-    with patched(ours, **SMALL):
-        first, second = (greedy(ours, {"input_ids": ids}, 5).tolist() for _ in range(2))
-    assert first == second
-
-
-def test_a_prefix_longer_than_a_prompt():
-    ours, (ids,) = shared("llama"), prompts(30)
-    cache = asked(ours, ids)
-    (result,) = h2o.generate_all(
-        ours, [ids[0].tolist()], rows=1, prefix=cache, max_new_tokens=4, **SMALL
-    )
-    assert "contain the prefix and more" in str(result.error)
 
 
 @pytest.mark.parametrize("name", ["llama", *LATENT])

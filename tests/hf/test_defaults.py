@@ -1,7 +1,4 @@
-"""torch's default device and default dtype change nothing in h2o.
-
-tests/test_layering.py checks the sources for calls that make tensors. Here these calls run.
-"""
+"""torch's default device and default dtype change nothing in h2o."""
 
 from __future__ import annotations
 

@@ -277,6 +277,16 @@ def test_echo_where_angles_depend_on_the_length(n):
     agree(echo_of(ours, document), ours, document)
 
 
+def test_echo_of_the_longest_text_with_the_angles_of_short_ones(monkeypatch):
+    """A text of 128 tokens has the angles of short texts, so those of long texts must not matter,
+    although echo evaluates its queries at later positions."""
+    (document,) = prompts(128)
+    rope = {"rope_theta": 10000.0, **SCALED["longrope"], "long_factor": [4.0, 3.0, 2.0, 1.0]}
+    monkeypatch.setitem(EVERY, "others", Family("llama", {"rope_parameters": rope}))
+    one, other = (echo_of(made(name), document) for name in ("llama, longrope", "others"))
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 @pytest.mark.parametrize("length", [100, 140, 600])
 def test_angles_of_a_text_of_a_length(kind, length):

@@ -16,6 +16,7 @@ from h2o.compat import with_cache
 from tests.hf.tiny import LATENT, batch, greedy, model, prompts
 
 SMALL = H2OConfig(heavy=6, recent=6)
+CACHE_RELATIVE = H2OConfig(heavy=6, recent=6, positions="cache_relative")
 
 
 def teacher_forced(ours, ids, config):
@@ -27,13 +28,15 @@ def teacher_forced(ours, ids, config):
     return cache
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-def test_beams_are_permuted_with_their_state(sampled):
+@pytest.mark.parametrize(
+    ("config", "sampled"), [(SMALL, False), (SMALL, True), (CACHE_RELATIVE, False)]
+)
+def test_beams_are_permuted_with_their_state(config, sampled):
     """Each row must hold the keys that its own text leaves without beams, not those of another
     beam."""
     ours = model("gpt_neox")
     (prompt,) = prompts(20)
-    cache = H2OCache(ours.config, SMALL)
+    cache = H2OCache(ours.config, config)
     seen = []
 
     def look(ids, logits):  # a logits processor runs after the forward pass, before beams move
@@ -50,7 +53,7 @@ def test_beams_are_permuted_with_their_state(sampled):
         crossed += not torch.equal(texts[:, :-1], before)
     for texts, kept in (seen[5], seen[-1]):
         for b, text in enumerate(texts):
-            straight = teacher_forced(ours, text[None], SMALL)
+            straight = teacher_forced(ours, text[None], config)
             for layer in range(2):
                 position, score = straight.kept(layer)
                 assert torch.equal(kept[layer][0][b], position[0])
@@ -100,10 +103,11 @@ def test_two_calls_are_one_conversation():
     assert logits[0, -1].argmax() == second[0, 29]
 
 
+@pytest.mark.parametrize("chunk", [1, 8, 22, 23])
 @pytest.mark.parametrize("side", ["left", "none"])
-def test_chunks_of_a_prompt_in_generate(side):
+def test_chunks_of_a_prompt_in_generate(side, chunk):
     """Budgets must be fractions of the whole prompt, not of its first chunk, as if its length were
-    given."""
+    given, also if the last chunk is a single token or the first one is the whole prompt."""
     ours = model("llama")
     inputs = batch(prompts(12, 23) if side == "left" else prompts(23, 23))
     lengths = inputs["attention_mask"].sum(1).tolist()
@@ -111,7 +115,7 @@ def test_chunks_of_a_prompt_in_generate(side):
     answers, budgets = [], []
     for length in (lengths, None):
         cache = H2OCache(ours.config, **settings, prompt_length=length)
-        answers.append(greedy(ours, inputs, **with_cache(cache), prefill_chunk_size=8).tolist())
+        answers.append(greedy(ours, inputs, **with_cache(cache), prefill_chunk_size=chunk).tolist())
         budgets.append([cache.report().layers[0].budget, cache.evicted_at(0).tolist()])
         cache.reset()  # the next prompt has another length
         greedy(ours, {"input_ids": prompts(50)[0]}, 2, **with_cache(cache), prefill_chunk_size=7)
@@ -159,15 +163,6 @@ def test_chunks_into_another_cache_are_refused():
     hook = ours.register_forward_pre_hook(run_inner)
     with hook, pytest.raises(ValueError, match=r"Pass H2OCache\(..., prompt_length="):
         greedy(ours, {"input_ids": ids}, 2, prefill_chunk_size=8)
-
-
-def test_chunked_prompt_with_its_length_told():
-    """Budgets must be fractions of the whole prompt, not of its first chunk."""
-    ours = model("llama")
-    inputs = batch(prompts(12, 23))
-    with_length = H2OCache(ours.config, heavy=0.3, recent=0.3, min_tokens=0, prompt_length=[12, 23])
-    greedy(ours, inputs, **with_cache(with_length), prefill_chunk_size=8)
-    assert with_length.report().layers[0].budget == [3 + 3, 6 + 6]
 
 
 def test_half_precision_is_near_the_full_cache():

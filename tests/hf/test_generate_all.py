@@ -29,6 +29,7 @@ import h2o
 from h2o import H2OCache, H2OConfig, models
 from h2o.compat import with_cache
 from h2o.hf.batching import short_prompts
+from h2o.hf.model_traits.layer_kinds import HYBRIDS
 from tests.hf.tiny import llama, model, needs_compiler, prompts, shared, slow_if
 
 PAGE = resource.getpagesize()
@@ -260,10 +261,11 @@ def test_budgets_of_their_own():
         assert result.ids == expected
 
 
-def test_chunks_of_a_prompt():
+@pytest.mark.parametrize("family", ["llama", *["bamba"] * HYBRIDS])
+def test_chunks_of_a_prompt(family):
     """The chunks of a prompt must be those of generate(), and running rows must decode between
-    them."""
-    ours = model("llama")
+    them. Bamba itself would count the positions of each pass from 0."""
+    ours = model(family)
     settings = GenerationConfig(prefill_chunk_size=7, max_new_tokens=10)
     order = []
     results = h2o.generate_all(
@@ -492,15 +494,6 @@ def test_what_the_caller_raises_is_raised(call):
         with pytest.raises(KeyError, match="of the caller"):
             list(h2o.generate_all(ours, asked, CONFIGS["h2o"], rows=2, max_new_tokens=4, **how))
         assert ours.config._attn_implementation == "sdpa"
-
-
-def test_the_model_is_as_before():
-    ours = model("llama", attention="sdpa")
-    results = h2o.generate_all(ours, texts(9, 8, 7), CONFIGS["h2o"], rows=2, max_new_tokens=5)
-    next(results)
-    assert ours.config._attn_implementation == "sdpa", "the caller has its turn"
-    results.close()
-    assert ours.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize("is_patched", [False, True])

@@ -13,12 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from h2o import H2OCache, H2OConfig, Profile
+from h2o import H2OCache, H2OConfig
 from h2o.compat import with_cache
 from h2o.config.head_budgets import LEAST, allocate_tokens
 from h2o.config.layer_plan import LayerPlan
 from h2o.hf.cache import cache_plan
-from h2o.model_identity import describe, sample
 from tests import inputs
 from tests.hf.drive import feed, forward, new_cache
 from tests.hf.modes import uneven
@@ -195,24 +194,6 @@ def test_a_copy_of_the_config_keeps_its_shares():
     config = H2OConfig(heavy=12, recent=6, head_shares=TABLE)
     assert dataclasses.replace(config, sinks=2).head_shares == config.head_shares
     assert "head_shares=" in repr(config)
-
-
-def test_a_profile_of_other_weights_is_found_out_in_the_first_pass():
-    """A cache that is made from a config has not seen the weights, so it must refuse a profile of
-    other weights in its first pass."""
-    ours = model("llama")
-    layers, heads = 2, ours.config.num_key_value_heads
-    shares = (((1.0,) * heads,) * layers,)
-    of_ours = Profile((0.2,), shares, 100, describe(ours.config), sample(ours))
-    name = next(x for x in of_ours.weights if "layers.1.self_attn" in x)
-    other = dataclasses.replace(of_ours, weights={name: [1.0] * 6})
-    for profile, refused in ((of_ours, False), (other, True)):
-        cache = H2OCache(ours.config, heavy=6, recent=6, head_shares=profile)
-        if refused:
-            with pytest.raises(ValueError, match=f"weights of {name} differ"):
-                ours(prompts(20)[0], **with_cache(cache))
-        else:
-            ours(prompts(20)[0], **with_cache(cache))
 
 
 def test_one_budget_is_foreseen_where_a_config_tells_of_equal_heads():

@@ -156,11 +156,13 @@ def test_the_same_is_known_again(case, tmp_path):
 
 @pytest.mark.parametrize("case", [x for x in OTHER if "merged" not in x])
 def test_profiles(case):
-    """A profile must be refused for other weights or adapters. It records a sample of the weights,
-    which may miss a merged adapter, so merged cases are left out."""
+    """A profile must be refused for other weights or adapters, by a cache as well. It records a
+    sample of the weights, which may miss a merged adapter, so merged cases are left out."""
     wrote, reads = (make() for make in OTHER[case])
-    with pytest.raises(ValueError, match="profile is of another model"):
-        profile_of(wrote).check(reads)
+    profile = profile_of(wrote)
+    for refuse in (profile.check, lambda x: H2OCache(x, **SMALL, head_shares=profile)):
+        with pytest.raises(ValueError, match="profile is of another model"):
+            refuse(reads)
 
 
 def test_profiles_are_held_against_each_layer_as_well():
@@ -176,6 +178,9 @@ def test_profiles_are_held_against_each_layer_as_well():
     plain = base()
     cache = H2OCache(plain.config, heavy=6, recent=6, head_shares=profile_of(ours))
     with pytest.raises(ValueError, match="is not active in this model"):
+        plain(prompt, **with_cache(cache))
+    cache = H2OCache(plain.config, heavy=6, recent=6, head_shares=profile_of(base(9)))
+    with pytest.raises(ValueError, match=r"weights of .* differ"):
         plain(prompt, **with_cache(cache))
 
 

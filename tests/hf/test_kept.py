@@ -82,9 +82,10 @@ def test_highlight_has_the_whole_text(held):
 
 
 def test_what_does_not_fit_is_refused(held):
-    cache, inputs, _ = held
-    with pytest.raises(ValueError, match="everything it has seen"):
-        cache.tokens(Digits(), inputs["input_ids"], 1)
+    cache, inputs, out = held
+    for ids in (inputs["input_ids"], out[:, :-2]):  # the cache has not seen the last of `out`
+        with pytest.raises(ValueError, match="everything it has seen"):
+            cache.tokens(Digits(), ids, 1)
     with pytest.raises(ValueError, match="more than the 30"):
         cache.tokens(Digits(), inputs["input_ids"], 1, attention_mask=torch.ones(2, 31))
     for wrong in ({"row": 2}, {"head": 2}):
@@ -129,6 +130,7 @@ def test_plots_take_and_return_axes(held, monkeypatch):
         new_ax = plot()
         assert new_ax.figure is not ax.figure
         pyplot.close(new_ax.figure)
+    assert len(ax.figure.axes) == 2  # the colors have a scale
     shown = ax.images[0].get_array()
     positions, scores = cache.kept(1)
     assert shown.shape == (2, int(positions[0].max()) + 1)

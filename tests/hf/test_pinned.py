@@ -381,6 +381,8 @@ def test_rows_and_masks_that_do_not_fit():
         read(ours, prompts(30, 30, 30), two_rows)
     with pytest.raises(ValueError, match="40 columns, but the first forward pass has 30"):
         read(ours, prompts(30), H2OCache(ours, **SMALL, pinned=torch.ones(1, 40) > 0))
+    whole = H2OCache(ours, heavy=40, recent=4, pinned=torch.ones(1, 30) > 0)
+    assert survives(read(ours, prompts(30), whole), span=(0, 30))
     with pytest.raises(ValueError, match="decay=0"):
         H2OCache(ours, heavy=9, recent=4, decay=0, **PINS)
 
@@ -407,6 +409,7 @@ def test_reports_and_pictures():
     assert "inf" not in str(report).replace("infinity", "")
     assert "46.7% of the held tokens are pinned" in report.note
     kept = cache.kept(0)
+    assert "<svg" in kept._repr_html_()
     assert "inf" not in kept._repr_html_()
     assert "nan" not in kept._repr_html_()
     bare = read(ours, [document], H2OCache(ours, **SMALL)).report()

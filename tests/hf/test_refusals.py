@@ -108,8 +108,6 @@ def test_not_a_config():
     ours = model("llama")
     with pytest.raises(TypeError, match="unknown parameter 'budgets': expected one of budget, he"):
         H2OCache(ours.config, budgets=3)
-    with pytest.raises(TypeError, match="expected an H2OConfig"):
-        H2OCache(ours.config, 256)
 
 
 WITHOUT_A_MODEL = {
@@ -182,7 +180,8 @@ def test_static_cache():
 
 def test_paged_attention():
     ours = model("llama")
-    with pytest.raises((ValueError, RuntimeError)):  # transformers raises it before h2o is called
+    # transformers raises it before h2o is called
+    with pytest.raises((ValueError, RuntimeError), match=r"h2o|paged"):
         ours.generate_batch(inputs=[[3, 4, 5]])
 
 

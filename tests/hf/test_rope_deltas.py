@@ -89,16 +89,19 @@ def test_a_text_after_a_picture_is_numbered_from_0(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_cache_that_another_one_has_filled(name):
+def test_a_cache_that_another_one_has_filled(name, tmp_path):
+    """A converted cache takes the model's offset in its first pass, also after it was a file."""
     ours, *_ = answered(name)
     inputs, full = picture(name), DynamicCache(config=ours.config)
     new = greedy(ours, inputs, 4, **with_cache(full))
     read = torch.cat([inputs["input_ids"], new], 1)
     cache = H2OCache.from_dynamic_cache(full, ours.config, H2OConfig.full())
+    cache.save(tmp_path / "cache.safetensors", ours)
     more = torch.cat([read, prompts(6, seed=9)[0] % 90 + 2], 1)
-    greedy(ours, {"input_ids": more}, 1, **with_cache(cache))
-    model_number = int(ours.model.rope_deltas)
-    assert cache.guard.rope_deltas.offset == model_number != 0
+    for one in (H2OCache.load(tmp_path / "cache.safetensors", ours), cache):
+        greedy(ours, {"input_ids": more}, 1, **with_cache(one))
+        model_number = int(ours.model.rope_deltas)
+        assert one.guard.rope_deltas.offset == model_number != 0
 
 
 @pytest.mark.parametrize("name", NAMES)

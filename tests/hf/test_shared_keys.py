@@ -201,15 +201,16 @@ def test_pieces_of_a_text_with_a_budget_for_all(name, pieces):
     torch.testing.assert_close(got, expected, rtol=0, atol=2e-3)
 
 
+@pytest.mark.parametrize("keeps", [1, 3])
 @pytest.mark.parametrize("pieces", [[30], [20, 10], [20, *[1] * 10]])
-def test_the_last_queries_alone_are_the_last_of_all(pieces):
-    """generate() needs the last logits only, so Gemma 4 drops all other queries. The last query
+def test_the_last_queries_alone_are_the_last_of_all(pieces, keeps):
+    """generate() needs the last logits only, so Gemma 4 drops all other queries. The last queries
     must still see the same keys."""
     ours, (ids,) = model("gemma4_text"), prompts(30)
     first, last = H2OCache(ours.config, **SMALL), H2OCache(ours.config, **SMALL)
     for piece in ids.split(pieces, 1):
-        expected = ours(piece, **with_cache(first)).logits[:, -1:]
-        got = ours(piece, **with_cache(last), logits_to_keep=1).logits
+        expected = ours(piece, **with_cache(first)).logits[:, -keeps:]
+        got = ours(piece, **with_cache(last), logits_to_keep=keeps).logits
         torch.testing.assert_close(got, expected, rtol=0, atol=2e-4)
     for layer in (PLAIN, SHARED):
         assert torch.equal(first.kept(layer)[0], last.kept(layer)[0])

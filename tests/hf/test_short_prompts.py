@@ -139,26 +139,6 @@ def test_a_prompt_of_one_token(min_tokens):
         assert answer.tolist() == greedy(model("llama", "sdpa"), {"input_ids": ids}, 12).tolist()
 
 
-@pytest.mark.parametrize("chunk", [1, 16, 59])
-def test_chunks_of_which_the_length_is_not_given(chunk):
-    """generate() does not tell a model that a prompt comes in chunks. Budgets must be fractions of
-    the whole prompt all the same."""
-    ours, (ids,) = model("llama"), prompts(60)
-    settings = {"heavy": 0.2, "recent": 0.2, "min_tokens": 0}
-    chunks = {"prefill_chunk_size": chunk}
-    known = H2OCache(ours.config, **settings, prompt_length=60)
-    wanted = greedy(ours, {"input_ids": ids}, 3, **with_cache(known), **chunks)
-    assert known.report().layers[0].budget == [24]
-    cache = H2OCache(ours.config, **settings)
-    got = greedy(ours, {"input_ids": ids}, 3, **with_cache(cache), **chunks)
-    assert got.tolist() == wanted.tolist()
-    with h2o.patched(ours, **settings):
-        assert greedy(ours, {"input_ids": ids}, 3, **chunks).tolist() == wanted.tolist()
-    whole = H2OCache(ours.config, **settings)
-    greedy(ours, {"input_ids": ids}, 3, **with_cache(whole), prefill_chunk_size=60)
-    assert whole.report().layers[0].budget == [24]
-
-
 # ---- One number ----------------------------------------------------------------------------------
 
 
@@ -281,8 +261,6 @@ def test_a_model_may_stand_for_its_config(tmp_path):
     for one in (ours, ours.config):
         assert H2OCache.load(tmp_path / "by-config", one).config == cache.config
     assert type(H2OCache(ours.config, heavy=6, recent=6)) is type(cache)
-    with pytest.raises(TypeError, match="a model of transformers, or its config"):
-        H2OCache("llama", heavy=6, recent=6)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

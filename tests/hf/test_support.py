@@ -127,27 +127,6 @@ def test_a_language_model_beside_attention_code_of_the_images_own():
         ours(**inputs, use_cache=False)
 
 
-def test_prefix_language_models_are_refused():
-    assert "bidirectional within the prompt" in supports(AutoConfig.for_model("paligemma")).reason
-
-
-@pytest.mark.parametrize(
-    ("name", "layers"),
-    [
-        ("llava", 32),
-        ("qwen2_vl", 80),
-        ("qwen3_vl", 32),
-        ("mistral3", 40),
-        ("idefics3", 32),
-        ("smolvlm", 32),
-    ],
-)
-def test_models_that_read_images(name, layers):
-    support = supports(AutoConfig.for_model(name))
-    assert str(support).startswith(f"{name}: supported, ")
-    assert len(support.layers) == layers
-
-
 # The test below checks every language model, so an eighth of all configs is enough here.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # modules of old models warn
 @pytest.mark.parametrize("every", [8, slow_if(True, 1)])

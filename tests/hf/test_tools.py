@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 from h2o import H2OCache
 from h2o.compat import with_cache
-from tests.hf.tiny import batch, greedy, model, prompts
+from tests.hf.tiny import batch, model, prompts
 
 SMALL = {"heavy": 6, "recent": 6}
 
@@ -50,12 +50,6 @@ def test_kept_as_columns(side):
             assert ids[b, places[places >= 0]].tolist() == text[positions[positions >= 0]].tolist()
             assert ((places < 0) == (positions < 0)).all()
     assert torch.equal(kept.columns(), kept.positions)
-
-
-def test_double_precision_names_the_remedy():
-    ours = model("llama").double()
-    with pytest.raises(TypeError, match=r"model\.float\(\)"):
-        greedy(ours, {"input_ids": prompts(20)[0]}, **with_cache(H2OCache(ours.config, **SMALL)))
 
 
 def test_the_sliding_window_of_a_comparison_is_plain():

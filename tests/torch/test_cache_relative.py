@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,20 +14,14 @@ from h2o import backends, ops
 from h2o.hf.cache_state import slot_layout
 from h2o.hf.layers import cache_relative_variant
 from tests import inputs
-from tests.conversation import Conversation
+from tests.conversation import Conversation, assert_golden, assert_same_kept
 from tests.inputs import POLICIES
 from tests.reference import operations as reference
-from tests.torch.engines import core, one_thread, oracle, portable
+from tests.torch.engines import core, oracle, portable
+
+pytestmark = pytest.mark.usefixtures("on_one_thread")
 
 ENGINES = [oracle(), core(), portable()]
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    with one_thread():
-        yield
 
 
 class Angles:
@@ -78,10 +68,7 @@ def test_as_the_authors_cache(name, engine, stepwise):
     engine = rolling(engine, Angles(D // 2))
     policy = inputs.Policy(golden.heavy, golden.recent)
     talk = Conversation(engine, golden.text, policy, stepwise=stepwise).feed_all(golden.calls)
-    for call, (positions, scores) in enumerate(talk.kept):
-        np.testing.assert_array_equal(positions, golden.kept[call])
-        np.testing.assert_allclose(scores, golden.scores[call], rtol=0, atol=5e-5)
-    np.testing.assert_allclose(talk.answer, golden.out, rtol=0, atol=1e-5)
+    assert_golden(talk, golden)
 
 
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -157,9 +144,7 @@ def test_the_core_keeps_what_the_oracle_keeps(scenario):
         ).feed_all(scenario.calls)
         for engine in (oracle(), core())
     ]  # fmt: skip
-    for (positions, scores), (wanted, wanted_scores) in zip(*(t.kept for t in talks), strict=True):
-        np.testing.assert_array_equal(positions, wanted)
-        np.testing.assert_allclose(scores, wanted_scores, rtol=0, atol=1e-4)
+    assert_same_kept(*talks, atol=1e-4)
     np.testing.assert_allclose(talks[0].answer, talks[1].answer, rtol=0, atol=1e-4)
 
 
@@ -225,9 +210,7 @@ def test_quantized_keys(engine):
     ]
     for talk in talks:
         talk.feed_all(calls)
-    for (positions, scores), (wanted, wanted_scores) in zip(*(t.kept for t in talks), strict=True):
-        np.testing.assert_array_equal(positions, wanted)
-        np.testing.assert_allclose(scores, wanted_scores, rtol=0, atol=1e-3)
+    assert_same_kept(*talks, atol=1e-3)
     np.testing.assert_allclose(talks[0].answer, talks[1].answer, rtol=0, atol=1e-3)
 
 
@@ -251,15 +234,3 @@ def test_ranks_that_say_nonsense_read_nothing_they_should_not():
         ranks = torch.full_like(talk.slots.positions, nonsense)
         out = ops.step(query, key, value, talk.slots, rotary=ops.Rotary(Angles(4).table(13), ranks))
         assert out.isfinite().all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("level", ops.info()["levels"])
-def test_at_level(level):
-    command = [
-        sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow",
-        "tests/torch/test_cache_relative.py",
-    ]  # fmt: skip
-    environment = {**os.environ, "H2O_CPU": level}
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]

@@ -10,7 +10,12 @@ from h2o import backends, ops
 from h2o.slots import PER_SLOT, empty_value
 from tests import inputs
 from tests.cases import checkered, pairs
-from tests.conversation import Conversation, check_heads_alone, check_simulation
+from tests.conversation import (
+    Conversation,
+    assert_same_kept,
+    check_heads_alone,
+    check_simulation,
+)
 from tests.inputs import POLICIES, Text
 from tests.torch.engines import ROUNDING, assert_same, core, oracle, portable
 
@@ -137,9 +142,7 @@ def test_rows_with_places_of_their_own(engine, kv_dtype, name):
         talk.feed_all(CALLS)
     rounding = 0.0 if engine.name == "core" and not backends.forced else 1e-5
     np.testing.assert_allclose(apart.answer, plain.answer, rounding, rounding)
-    for (positions, scores), (wanted, wanted_scores) in zip(apart.kept, plain.kept, strict=True):
-        np.testing.assert_array_equal(positions, wanted)
-        np.testing.assert_allclose(scores, wanted_scores, rounding, rounding)
+    assert_same_kept(apart, plain, rounding, rounding)
     for was, now in zip(before, apart.slots[:4], strict=True):
         for b in range(2):
             for part in (slice(None, first[b]), slice(last[b], None)):

@@ -10,10 +10,12 @@ import torch
 
 from h2o import ops
 from tests import inputs
-from tests.conversation import Conversation
+from tests.conversation import Conversation, assert_same_kept
 from tests.inputs import POLICIES
 from tests.reference import operations as reference
-from tests.torch.engines import assert_same, core, one_thread, oracle, portable
+from tests.torch.engines import assert_same, core, oracle, portable
+
+pytestmark = pytest.mark.usefixtures("on_one_thread")
 
 CALLS = [24, *[1] * 12, 7, 1, 1]
 N, D = sum(CALLS), 32
@@ -30,12 +32,6 @@ def drifting():
     text = inputs.drifting(5, B=2, H=6, G=3, N=N, D=D, sink=True)
     mask = np.concatenate([inputs.left([24, 17], 24), np.ones((2, N - 24), bool)], 1)
     return text, mask
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    with one_thread():
-        yield
 
 
 @every_module
@@ -63,11 +59,7 @@ def test_stored_bytes_with_sinks(engine):
         for e in (oracle(), ENGINES[engine])
     ]
     np.testing.assert_allclose(talks[1].answer, talks[0].answer, rtol=3e-5, atol=3e-5)
-    for (positions, scores), (wanted, wanted_scores) in zip(
-        talks[1].kept, talks[0].kept, strict=True
-    ):
-        np.testing.assert_array_equal(positions, wanted)
-        np.testing.assert_allclose(scores, wanted_scores, rtol=3e-5, atol=3e-5)
+    assert_same_kept(talks[1], talks[0], rtol=3e-5, atol=3e-5)
     np.testing.assert_allclose(
         talks[1].slots.evicted_score, talks[0].slots.evicted_score, rtol=3e-5, atol=3e-5
     )

@@ -12,7 +12,7 @@ from h2o import backends, ops
 from h2o.config import UNLIMITED
 from tests import inputs
 from tests.cases import pairs
-from tests.conversation import Conversation, check_simulation
+from tests.conversation import Conversation, assert_same_kept, check_simulation
 from tests.core.dense import answers
 from tests.inputs import POLICIES, Policy, Text
 from tests.torch.engines import ROUNDING, assert_same, core, oracle
@@ -36,16 +36,6 @@ def engine_of_any_dtype(request):
     """Engines for tests that must hold to the last bit, and therefore in every dtype."""
     half = {"core float16": core(torch.float16), "core bfloat16": core(torch.bfloat16)}
     return {**ENGINES, **half}[request.param]
-
-
-def assert_same_state(one: Conversation, other: Conversation, tolerance: float = 0.0) -> None:
-    """Both conversations have the same keys and scores after each call."""
-    assert len(one.kept) == len(other.kept)
-    for (positions, scores), (wanted_positions, wanted_scores) in zip(
-        one.kept, other.kept, strict=True
-    ):
-        np.testing.assert_array_equal(positions, wanted_positions)
-        np.testing.assert_allclose(scores, wanted_scores, rtol=tolerance, atol=tolerance)
 
 
 # ---- The oracle itself, and the core against it ------------------------------------------------
@@ -76,7 +66,7 @@ def test_engines_continue_from_each_others_slots():
     for i, columns in enumerate(calls):
         mixed.do = ENGINES["oracle" if i // 3 % 2 else "core"].module
         mixed.feed(columns)
-    assert_same_state(mixed, alone, tolerance=1e-5)
+    assert_same_kept(mixed, alone, 1e-5, 1e-5)
 
 
 # ---- Consequences ------------------------------------------------------------------------------
@@ -106,7 +96,7 @@ def test_a_budget_for_everything_is_dense_attention(engine, policy, padding):
         )
     assert not talk.slots.evicted_score.any()
     full = Conversation(engine, text, Policy(UNLIMITED, 0), mask=mask, capacity=N)
-    assert_same_state(talk, full.feed_all(calls))
+    assert_same_kept(talk, full.feed_all(calls))
     np.testing.assert_array_equal(talk.answer, full.answer)
 
 
@@ -183,7 +173,7 @@ def test_chunks_are_one_prompt_while_nothing_is_evicted(engine, calls, decay):
     once.kept, chunks.kept = once.kept[-1:], chunks.kept[-1:]
     for talk in (once, chunks):
         talk.feed_all([1] * 20)
-    assert_same_state(chunks, once, tolerance=2e-5)
+    assert_same_kept(chunks, once, 2e-5, 2e-5)
 
 
 @pytest.mark.parametrize("name", ["h2o", "everything"])

@@ -8,16 +8,12 @@ import pytest
 import torch
 
 from tests import inputs
-from tests.conversation import Conversation
+from tests.conversation import Conversation, assert_golden
 from tests.reference import operations as reference
 from tests.reference.published_masks import simulation_mask
-from tests.torch.engines import one_thread, oracle, portable
+from tests.torch.engines import oracle, portable
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("on_one_thread")
 
 
 @pytest.mark.parametrize(
@@ -30,11 +26,7 @@ def test_cache_keeps_what_the_authors_cache_keeps(name, engine, stepwise):
     golden = inputs.golden_cache(name)
     policy = inputs.Policy(golden.heavy, golden.recent)
     talk = Conversation(engine, golden.text, policy, stepwise=stepwise)
-    talk.feed_all(golden.calls)
-    for call, (positions, scores) in enumerate(talk.kept):
-        np.testing.assert_array_equal(positions, golden.kept[call])
-        np.testing.assert_allclose(scores, golden.scores[call], rtol=0, atol=5e-5)
-    np.testing.assert_allclose(talk.answer, golden.out, rtol=0, atol=1e-5)
+    assert_golden(talk.feed_all(golden.calls), golden)
 
 
 @pytest.mark.parametrize("name", [c for c in inputs.CACHE_CASES if "chunks" not in c])

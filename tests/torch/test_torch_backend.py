@@ -22,7 +22,7 @@ from hypothesis.extra.numpy import arrays
 from h2o import backends, ops
 from h2o.backends.torch_backend import attend, slot_view
 from tests import inputs
-from tests.conversation import Conversation
+from tests.conversation import Conversation, assert_same_kept
 from tests.core.calls import EVERY_TENSOR, Call
 from tests.inputs import POLICIES, Policy
 from tests.torch.calls import TABLE, make
@@ -32,15 +32,11 @@ from tests.torch.engines import portable as torch_engine
 if backends.forced:
     pytest.skip("all tests are of it now", allow_module_level=True)
 
+pytestmark = pytest.mark.usefixtures("on_one_thread")
+
 CALLS = [24, *[1] * 20, 7, *[1] * 6]
 N = sum(CALLS)
 UNEVEN = np.array([[[9, 5], [2, 1]], [[4, 4], [12, 0]]])
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    with one_thread():
-        yield
 
 
 def padded() -> np.ndarray:
@@ -51,11 +47,7 @@ def padded() -> np.ndarray:
 
 
 def assert_same_history(talk: Conversation, wanted: Conversation) -> None:
-    for (positions, scores), (wanted_positions, wanted_scores) in zip(
-        talk.kept, wanted.kept, strict=True
-    ):
-        np.testing.assert_array_equal(positions, wanted_positions)
-        np.testing.assert_allclose(scores, wanted_scores, rtol=1e-5, atol=1e-5)
+    assert_same_kept(talk, wanted, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(talk.answer, wanted.answer, rtol=2e-5, atol=2e-5)
     np.testing.assert_allclose(
         talk.slots.evicted_score, wanted.slots.evicted_score, rtol=1e-5, atol=1e-5
@@ -67,9 +59,7 @@ def assert_same_history(talk: Conversation, wanted: Conversation) -> None:
 
 def test_the_core_serves_the_cpu_unless_told_otherwise():
     tensor = torch.zeros(1)
-    assert backends.forced == os.environ.get("H2O_BACKEND", "")
-    if not backends.forced:
-        assert backends.backend_for(tensor) is backends.backend_for(np.zeros(1))
+    assert backends.backend_for(tensor) is backends.backend_for(np.zeros(1))
     with backends.by_torch():
         assert backends.backend_for(tensor) is not backends.backend_for(np.zeros(1))
         assert ops.info()["backends"]["cpu"] == "torch"
