@@ -49,11 +49,12 @@ def test_a_cache_that_another_thread_is_using(name):
             intruders.append(in_another_thread(lambda: cache.update(states, states, 0)))
             intruders.append(in_another_thread(lambda: ours(ids[:, :3], **with_cache(cache))))
             intruders.append(in_another_thread(lambda: cache.reorder_cache(torch.tensor([0]))))
+            intruders.append(in_another_thread(cache.reset))
 
     hook = ours.model.layers[1].register_forward_pre_hook(intrude)
     ours(ids, **with_cache(cache))
     hook.remove()
-    assert len(intruders) == 3
+    assert len(intruders) == 4
     for error in intruders:
         assert isinstance(error, RuntimeError)
         assert "one cache per thread" in str(error)

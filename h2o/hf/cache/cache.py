@@ -275,8 +275,7 @@ class H2OCache(CacheInspection):
         Raises:
             RuntimeError: another thread is running a forward pass with the cache.
         """
-        if self.guard.waiting is not None:
-            self.guard.check_thread()
+        self.guard.check_thread()
         super().reset()
         for layer in self.layers:  # transformers may zero these tensors instead of dropping them
             if kind_of(layer) in ("sliding", "cross"):

@@ -193,7 +193,6 @@ class _LowerBounds:
 
     def __init__(self, asked: Tensor, keys: Tensor, how: _Logits) -> None:
         """`asked`: all queries of a row, [G, R, n, D]; `keys`: [G, n, D]."""
-        self.how = how
         G, n, D = keys.shape
         mean_query = asked.mean(2, dtype=torch.float32).mean(1)
         logits = how.scale * (keys.float() @ mean_query[..., None])
