@@ -374,6 +374,7 @@ class H2OCache(CacheInspection):
     def _change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         """Select or repeat the rows [B, ...] of every tensor, including states, which transformers
         skips."""
+        self.guard.text.drop_failed_pass(int(self.get_seq_length()))
         self.guard.change_rows(change)
         for layer in self.layers:
             if isinstance(layer, H2OLayer):

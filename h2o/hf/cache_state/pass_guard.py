@@ -82,6 +82,8 @@ class PassGuard:
         """Whether any layer treats padding that follows a token as text"""
         self.ends_in_padding: list[bool] = []
         """Whether each row's last column was padding. Empty if none was or no layer counts it"""
+        self.padding_of_pass: list[bool] | None = None
+        """`ends_in_padding` from the end of this pass on; None if the pass does not change it"""
         self._ends_in_states = kinds[self.last] == "states"
         self.drops_cache_after: float | None = None
         """See `h2o.hf.support.drops_cache_after`"""
@@ -146,12 +148,14 @@ class PassGuard:
 
     def end_pass(self) -> None:
         """End the pass that is under way, if any."""
-        self._thread = self.prompt_counts = self.chunked_lengths = None
+        self._thread = self.prompt_counts = self.chunked_lengths = self.padding_of_pass = None
         self.may_be_transformed = True
 
     def _finish(self) -> None:
         if self.chunked_lengths is not None:
             self.prompt_length = self.chunked_lengths
+        if self.padding_of_pass is not None:
+            self.ends_in_padding = self.padding_of_pass
         self.end_pass()
         if self.rope_deltas.is_possible:
             self.rope_deltas.end(self.rows)
