@@ -86,12 +86,12 @@ def test_bytes_are_those_of_the_keys_that_come(way, kv_dtype):
     assert int((simulation.evicted_at(0)[0, 0] == 600).sum()) == kept + 1
 
 
-@pytest.mark.parametrize("way", ["prompt", "fork", "chunk", "crop"])
-def test_a_sliding_window_frees_the_keys_before_it(way):
+@pytest.mark.parametrize("way", ["prompt", "fork", "chunk", "crop", "load"])
+def test_a_sliding_window_frees_the_keys_before_it(way, tmp_path):
     """transformers stores a window as a view of all keys of the pass, which stayed in memory."""
     ours = model("gemma3")
     cache = H2OCache(ours, heavy=8, recent=8)
-    if way == "crop":
+    if way in ("crop", "load"):
         cache.activate_past_recording()
     ours(prompts(300)[0], **with_cache(cache))
     if way == "fork":
@@ -100,6 +100,9 @@ def test_a_sliding_window_frees_the_keys_before_it(way):
         ours(prompts(90)[0], **with_cache(cache))
     if way == "crop":
         cache.crop(299 if CROPS_TO_LENGTH else -1)
+    if way == "load":
+        cache.save(tmp_path / "cache")
+        cache = H2OCache.load(tmp_path / "cache", ours)
     windows = [layer for layer in cache.layers if layer.is_sliding]
     stored = [x for layer in windows for x in (layer.keys, layer.values)]
     allocated = sum(x.untyped_storage().nbytes() for x in stored)

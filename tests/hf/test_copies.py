@@ -94,3 +94,25 @@ def test_a_trace_that_lacks_a_pass(monkeypatch):
     cache.reset()
     ours(prompts(40)[0], **with_cache(cache))
     assert cache.evicted_at(1).tolist() == wanted
+
+
+@pytest.mark.parametrize("then", ["fork", "reorder", "save"])
+def test_after_a_batch_that_was_rejected(then, tmp_path):
+    """The ids of a rejected pass are not part of the text. Forking is what its error advises."""
+    ours, (ids, new) = model("llama"), prompts(20, 3)
+    cache = H2OCache(ours.config, heavy=6, recent=6)
+    ours(ids, **with_cache(cache))
+    with pytest.raises(ValueError, match=r"use cache.fork\(rows=2\)"):
+        ours(new.repeat(2, 1), **with_cache(cache))
+    if then == "fork":
+        cache = cache.fork(rows=2)
+    elif then == "reorder":
+        cache.reorder_cache(torch.tensor([0, 0], device=ids.device))
+    else:
+        cache.save(tmp_path / "cache", ours)
+        cache = H2OCache.load(tmp_path / "cache", ours)
+    rows = 1 if then == "save" else 2
+    text = torch.cat([ids, new], 1).repeat(rows, 1)
+    with pytest.raises(ValueError, match="are not the ones that the cache has seen"):
+        greedy(ours, {"input_ids": text.flip(1)}, 2, **with_cache(cache.fork()))
+    greedy(ours, {"input_ids": text}, 2, **with_cache(cache))

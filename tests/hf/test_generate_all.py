@@ -624,6 +624,33 @@ def test_a_prefix_that_was_read_otherwise(rows, config, words):
         h2o.generate_all(ours, [], CONFIGS["h2o"], rows=2, prefix=cache)
 
 
+@pytest.mark.parametrize("config", [H2OConfig(budget=16), H2OConfig(heavy=lambda i, n: 4 + i)])
+def test_settings_that_a_model_changes(config):
+    """OPT has no echo, so its caches replace `budget=` by other settings. A prefix, a request and
+    the call with the same settings must still agree, and short prompts must share a pass."""
+    ours = model("opt")
+    document, *questions = texts(40, 3, 4, seed=4)
+    prefix = H2OCache(ours, config)
+    ours(torch.tensor([document], device=ours.device), **with_cache(prefix))
+    asked = [document + question for question in questions]
+    for text, result in zip(
+        asked,
+        h2o.generate_all(ours, asked, config, rows=2, prefix=prefix, max_new_tokens=8),
+        strict=True,
+    ):
+        ids = torch.tensor([text], device=ours.device)
+        new = ours.generate(ids, **with_cache(prefix.fork()), max_new_tokens=8, do_sample=False)
+        assert result.ids == new[0, len(text) :].tolist()
+    passes = []
+    ours.register_forward_pre_hook(
+        lambda module, args, kwargs: passes.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    own = [h2o.Request(x, config=config) for x in asked]
+    results = list(h2o.generate_all(ours, own, config, rows=2, max_new_tokens=3))
+    assert [x.error for x in results] == [None, None]
+    assert passes == [2, 2, 2]
+
+
 def test_sliding_windows_are_refused():
     with pytest.raises(h2o.UnsupportedError, match=r"layer 0 is a Dynamic.*Layer"):
         h2o.generate_all(model("gemma2"), texts(5), CONFIGS["h2o"], rows=2)

@@ -26,6 +26,7 @@ from tests.hf.test_saved import assert_same
 from tests.hf.tiny import (
     LAYOUTS,
     batch,
+    failing,
     greedy,
     model,
     needs_compiler,
@@ -116,6 +117,33 @@ def test_states_that_have_seen_a_refused_prompt_are_not_used(name):
     fresh = H2OCache(ours.config, **settings)
     want = ours.generate(ids, **how, **with_cache(fresh))
     assert torch.equal(ours.generate(ids, **how, **with_cache(cache)), want)
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize(
+    "way",
+    [
+        ("zamba2", "model.layers.3.mamba_decoder"),
+        ("zamba2", "model.layers.3.shared_transformer.feed_forward"),
+        ("nemotron_h", "model.layers.3.mixer"),
+    ],
+)
+def test_a_pass_that_fails_before_the_last_states(way, tokens, tmp_path):
+    """The last layer's keys have seen the tokens, or it has none, but its states have not."""
+    name, part = way
+    ours, (ids,) = model(name), prompts(20)
+    cache = H2OCache(ours.config, **SMALL)
+    ours(ids, **with_cache(cache))
+    before = cache.fork()
+    with failing(ours.get_submodule(part)):
+        ours(ids[:, :tokens], **with_cache(cache))
+    assert cache.report().broken
+    for use in (cache.fork, lambda: ours(ids, **with_cache(cache)), lambda: cache.save(tmp_path)):
+        with pytest.raises(RuntimeError, match=r"was interrupted.*cache\.reset"):
+            use()
+    cache.reset()
+    ours(ids, **with_cache(cache))
+    assert_same(cache, before)
 
 
 def test_what_cannot_be_taken_back_is_refused():

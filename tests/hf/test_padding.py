@@ -18,6 +18,7 @@ from tests.hf.tiny import (
     WITH_STATES,
     batch,
     greedy,
+    model,
     prompts,
     shared,
     slow_if,
@@ -175,6 +176,21 @@ def test_copies_and_files_know_their_padding(name, tmp_path):
     cache.reset()
     row = prompts(20)[0]
     greedy(ours, {"input_ids": row}, 2, **with_cache(cache))
+
+
+def test_padding_of_a_pass_that_was_rejected():
+    """A rejected pass must not change what the cache knows about its padding."""
+    ours, ids = model("qwen2-mixed"), torch.cat(prompts(20, 20))
+    cache = H2OCache(ours.config, **SMALL)
+    ours(ids, **with_cache(cache))
+    mask = torch.ones(2, 23, dtype=torch.long, device=ids.device)
+    mask[0, 22] = 0
+    ours.train()
+    with pytest.raises(RuntimeError, match="an H2OCache is for inference"):
+        ours(ids[:, :3], attention_mask=mask, **with_cache(cache))
+    ours.eval()
+    ours(ids[:, :3], **with_cache(cache))
+    assert cache.get_seq_length() == 23
 
 
 @pytest.mark.parametrize("name", ["gemma3", *["qwen3_next"] * ("qwen3_next" in FAMILIES)])

@@ -100,6 +100,7 @@ def generate_all(
             "echo. Use rows= instead of bytes=, or heavy and recent in tokens, not shared by echo"
         )
     batch = RowBatch(model, config, compileable)
+    config = batch.cache.config  # a model without rotary positions, for example, has no echo
     if prefix is not None:
         prefix = _check_prefix(prefix, config).fork()  # the caller may continue with the original
     settings = Settings(

@@ -34,7 +34,9 @@ from h2o.hf.cache.cache import H2OCache
 from h2o.hf.cache.continuation import check_ids
 from h2o.hf.cache_state.pins import Pins
 from h2o.hf.model_traits.wrappers import check_pins, input_device, model_after_prompt
+from h2o.hf.prompt.echo_scorer import adapt_config
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope, positions_after
+from h2o.hf.support import text_config_of
 
 Prompt = Any  # a text, a chat, token ids, or a Request with one of them
 
@@ -175,6 +177,7 @@ class Settings:
         config = self.config
         if request.config is not None:
             config = request.config.for_model(self.model)
+            config = adapt_config(text_config_of(self.model.config), config).config
             budgets = {
                 name: getattr(self.config, name) for name in ("heavy", "recent", "budget_unit")
             }

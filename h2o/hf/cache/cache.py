@@ -355,6 +355,20 @@ class H2OCache(CacheInspection):
         state: Tensor | None = super().get_conv_state(layer_idx, *args, **kwargs)
         return state
 
+    def update_conv_state(self, states: Tensor, layer_idx: int, *args: Any, **more: Any) -> Tensor:
+        """Replace a convolution state, and count this."""
+        updated: Tensor = super().update_conv_state(states, layer_idx, *args, **more)
+        self.guard.count_state_access(layer_idx)
+        return updated
+
+    def update_recurrent_state(
+        self, states: Tensor, layer_idx: int, *args: Any, **more: Any
+    ) -> Tensor:
+        """Replace a recurrent state, and count this."""
+        updated: Tensor = super().update_recurrent_state(states, layer_idx, *args, **more)
+        self.guard.count_state_access(layer_idx)
+        return updated
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace each batch row i with row beam_idx[i], in every layer."""
         self.guard.check_thread()
@@ -373,6 +387,7 @@ class H2OCache(CacheInspection):
     def _change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         """Select or repeat the rows [B, ...] of every tensor, including states, which transformers
         skips."""
+        self.guard.text.drop_failed_pass(int(self.get_seq_length()))
         self.guard.change_rows(change)
         for layer in self.layers:
             if isinstance(layer, H2OLayer):

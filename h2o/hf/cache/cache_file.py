@@ -41,6 +41,7 @@ def write(path: Path, cache: Any, model: Any = None) -> None:
     if model is not None and (reason := difference(model, cache.model_shape, {})):
         raise ValueError(f"this cache was made for another model: {reason}")
     snapshots = [_with_part(take_snapshot(layer), cache, model) for layer in cache.layers]
+    cache.guard.text.drop_failed_pass(int(cache.get_seq_length()))
     number, rope_deltas = cache.guard.rope_deltas.number, {}
     if cache.guard.rope_deltas.is_known:
         rope_deltas["rope_deltas"] = None if number is None else number.tolist()

@@ -164,16 +164,24 @@ class CacheInspection(Cache):
         self._check_layers_agree()
 
     def _check_layers_agree(self) -> None:
-        self.guard.check_layers_agree(self._columns_seen())
+        self.guard.check_layers_agree(self._columns_seen(), self._layers_with_states())
 
     def _columns_seen(self) -> list[int]:
         """Number of columns seen by each layer that holds keys of the text."""
         return [int(self.layers[index].get_seq_length()) for index in self.guard.counting]
 
+    def _layers_with_states(self) -> list[int]:
+        if not self.guard.has_states:
+            return []
+        return [index for index, layer in enumerate(self.layers) if has_states(layer)]
+
     def _is_broken(self) -> bool:
         """Whether a forward pass was interrupted or is still running."""
         state = self.guard
-        return state.waiting is not None or state.is_under_way or len(set(self._columns_seen())) > 1
+        if state.waiting is not None or state.is_under_way:
+            return True
+        missed_states = state.has_missed_states(self._layers_with_states())
+        return missed_states or len(set(self._columns_seen())) > 1
 
     def _h2o_layer(self, layer_idx: int) -> H2OLayer:
         layer = self.layers[layer_idx]

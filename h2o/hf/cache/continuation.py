@@ -37,6 +37,7 @@ def check_text(cache: Any, seen: int, new: int) -> None:
             cache about earlier padding, or sliding windows or states would count padding as text.
     """
     guard = cache.guard
+    guard.padding_of_pass = None
     if guard.has_independent_rows:
         return
     if guard.drops_cache_after is not None:
@@ -52,7 +53,7 @@ def check_text(cache: Any, seen: int, new: int) -> None:
     if guard.counts_padding and not (
         seen and _is_step_on_gpu(text, new) and not guard.ends_in_padding
     ):
-        check_padding(guard, text.mask, seen, new)
+        guard.padding_of_pass = check_padding(guard, text.mask, seen, new)
     guard.text.record_ids(text.ids, text.mask, seen)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from h2o.errors import UnsupportedError
-from h2o.hf.cache.padding import note_padding
+from h2o.hf.cache.padding import ends_in_padding
 from h2o.hf.cache_state import recurrent_states
 from h2o.hf.cache_state.pass_guard import PassGuard
 from h2o.hf.layers.cache_relative_variant import CacheRelativeVariant
@@ -56,7 +56,7 @@ def import_dynamic_cache(
     guard.repeat_to(B)
     mask = _mask(attention_mask, B, n)
     if mask is not None and guard.counts_padding:
-        note_padding(guard, mask)
+        guard.ends_in_padding = ends_in_padding(mask)
     for index, (source, layer) in enumerate(zip(cache.layers, layers, strict=True)):
         if kind_of(source) is None:
             raise UnsupportedError(

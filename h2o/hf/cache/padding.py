@@ -13,11 +13,14 @@ from torch import Tensor
 from h2o.hf.cache_state.pass_guard import PassGuard
 
 
-def check_padding(guard: PassGuard, mask: Tensor | None, seen: int, new: int) -> None:
-    """Check and record the padding of the forward pass under way, which has `new` columns.
+def check_padding(guard: PassGuard, mask: Tensor | None, seen: int, new: int) -> list[bool]:
+    """Check the padding of a forward pass with `new` columns, which is about to begin.
 
     Args:
         mask: [B, seen + new], 0 at padding; None if the pass has no padding.
+
+    Returns:
+        `PassGuard.ends_in_padding` after the pass.
 
     Raises:
         ValueError: a row has padding between tokens, or a pass of one column has padding.
@@ -30,21 +33,19 @@ def check_padding(guard: PassGuard, mask: Tensor | None, seen: int, new: int) ->
                 "attention_mask says what follows. Pass the earlier mask unchanged, followed by "
                 "the mask of the new columns"
             )
-        guard.ends_in_padding = []
-        return
+        return []
     if not was_padded and bool(mask[:, -new:].all()):
-        guard.ends_in_padding = []
-        return
+        return []
     if guard.has_states and new == 1 and not bool(mask.any(1).all()):
         raise ValueError(
             "a forward pass has a single column, and it is padding in some row. This model's "
             "states would count it as text. Prefill the prompt in one pass, or in larger chunks"
         )
-    note_padding(guard, mask)
+    return ends_in_padding(mask)
 
 
-def note_padding(guard: PassGuard, mask: Tensor) -> None:
-    """Record which rows of a mask [B, N] over all columns end in padding.
+def ends_in_padding(mask: Tensor) -> list[bool]:
+    """Whether each row of a mask [B, N] over all columns ends in padding.
 
     Raises:
         ValueError: a row has padding between tokens.
@@ -59,4 +60,5 @@ def note_padding(guard: PassGuard, mask: Tensor) -> None:
             'count it as text. Pad on the left (tokenizer.padding_side = "left"), or give each row '
             "its own cache"
         )
-    guard.ends_in_padding = (~is_token[:, -1]).tolist()
+    last: list[bool] = (~is_token[:, -1]).tolist()
+    return last

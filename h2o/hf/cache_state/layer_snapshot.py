@@ -14,7 +14,7 @@ from torch import Tensor
 from h2o import ops
 from h2o.hf.cache_state import recurrent_states
 from h2o.hf.cache_state.slot_layout import Capacity, sizes
-from h2o.hf.model_traits.layer_kinds import has_states, kind_of
+from h2o.hf.model_traits.layer_kinds import free_keys_before_window, has_states, kind_of
 
 _NUMBERS = (
     "seen", "longest", "prompt_columns", "row_size", "unscored", "raised", "floored", "part",
@@ -91,6 +91,7 @@ def restore_keys(layer: Any, snapshot: Snapshot) -> None:
     if kind_of(layer) in ("sliding", "cross"):
         if "keys" in snapshot.tensors:
             layer.update(snapshot.tensors["keys"], snapshot.tensors["values"])
+            free_keys_before_window(layer)  # a layer that recorded its last pass had more keys
         if layer.is_sliding:
             layer.cumulative_length = snapshot.numbers["cumulative_length"]
         return

@@ -82,6 +82,11 @@ class PassGuard:
         """Whether any layer treats padding that follows a token as text"""
         self.ends_in_padding: list[bool] = []
         """Whether each row's last column was padding. Empty if none was or no layer counts it"""
+        self.padding_of_pass: list[bool] | None = None
+        """`ends_in_padding` from the end of this pass on; None if the pass does not change it"""
+        self.state_accesses: dict[int, int] = {}
+        """How often each layer has read or replaced its states in the latest pass. All layers of a
+        model do so equally often, so fewer in the last one mean that the pass was interrupted"""
         self._ends_in_states = kinds[self.last] == "states"
         self.drops_cache_after: float | None = None
         """See `h2o.hf.support.drops_cache_after`"""
@@ -121,6 +126,7 @@ class PassGuard:
             self.check_thread()
             self.check_keys_arrived()
             self.may_be_transformed = has_transforms()
+            self.state_accesses = {}
             self._thread = thread
 
     def enter_states(self, layer: int) -> None:
@@ -129,6 +135,12 @@ class PassGuard:
             self.enter()
         elif self._ends_in_states:
             self._finish()
+        self.count_state_access(layer)
+
+    def count_state_access(self, layer: int) -> None:
+        """Count that a layer reads or has replaced one of its states."""
+        if not torch.compiler.is_compiling():
+            self.state_accesses[layer] = self.state_accesses.get(layer, 0) + 1
 
     def layer_done(self, layer: int) -> None:
         """Record that a layer has stored its new keys. The last layer ends the pass."""
@@ -146,12 +158,14 @@ class PassGuard:
 
     def end_pass(self) -> None:
         """End the pass that is under way, if any."""
-        self._thread = self.prompt_counts = self.chunked_lengths = None
+        self._thread = self.prompt_counts = self.chunked_lengths = self.padding_of_pass = None
         self.may_be_transformed = True
 
     def _finish(self) -> None:
         if self.chunked_lengths is not None:
             self.prompt_length = self.chunked_lengths
+        if self.padding_of_pass is not None:
+            self.ends_in_padding = self.padding_of_pass
         self.end_pass()
         if self.rope_deltas.is_possible:
             self.rope_deltas.end(self.rows)
@@ -189,22 +203,27 @@ class PassGuard:
                 "not support"
             )
 
-    def check_layers_agree(self, columns: list[int]) -> None:
+    def check_layers_agree(self, columns: list[int], with_states: Sequence[int] = ()) -> None:
         """Raise RuntimeError if the last pass was interrupted between two layers.
 
         Then layers have seen different numbers of columns. States have no such number, so for them
-        the pass must have ended.
+        the pass must have ended, and all layers must have used theirs equally often.
 
         Args:
             columns: number of columns seen by each layer in `counting`.
+            with_states: the layers that have states.
         """
         if columns != columns[:1] * len(columns):
             raise RuntimeError(_disagreement_message(columns))
-        if self.has_states and self.is_under_way:
+        if self.has_states and (self.is_under_way or self.has_missed_states(with_states)):
             raise RuntimeError(
                 "the last forward pass was interrupted between two layers, and only some of the "
                 "model's states have seen its tokens. Call cache.reset() and start over"
             )
+
+    def has_missed_states(self, with_states: Sequence[int]) -> bool:
+        """Whether some of the layers with states had fewer accesses to them in the last pass."""
+        return len({self.state_accesses.get(layer, 0) for layer in with_states}) > 1
 
     def check_angles(self, seen: int, new: int) -> None:
         """Raise ValueError if `new` tokens would change the rotary angles of the `seen` tokens."""
@@ -252,6 +271,7 @@ class PassGuard:
     def reset(self) -> None:
         """Start over as the guard of an empty cache without a known prompt length."""
         self.end_pass()
+        self.state_accesses = {}
         self.rope_deltas.reset()
         self.text.reset()
         self.prompt_length = None

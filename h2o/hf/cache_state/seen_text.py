@@ -57,8 +57,7 @@ class SeenText:
         """
         if seen == 0:
             self.reset()
-        elif seen != self._columns:
-            self._step_back(seen)
+        self.drop_failed_pass(seen)
         if ids is None or ids.ndim != 2 or (mask is not None and mask.shape[1] < ids.shape[1]):
             self.mark_unknown()
             return
@@ -77,8 +76,7 @@ class SeenText:
 
         Empty if the digest is unknown. `mask`: [B, n or more], 0 at padding."""
         n = ids.shape[1]
-        if n != self._columns:
-            self._step_back(n)
+        self.drop_failed_pass(n)
         if not self._is_known:
             return []
         self._fold()
@@ -87,6 +85,12 @@ class SeenText:
         real = torch.ones_like(ids) if mask is None else mask[:, :n]
         found = _digest(ids, (real != 0).to(ids.device), 0)[0]
         return (found != self._totals[0].to(found.device)).nonzero()[:, 0].tolist()
+
+    def drop_failed_pass(self, seen: int) -> None:
+        """Drop the ids of the last pass if it failed. `seen`: number of columns that the cache has
+        really seen. Needed before a method that adds the pending ids to the digest."""
+        if seen != self._columns:
+            self._step_back(seen)
 
     def change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         """Select or repeat the rows, as `change` does with the first axis of a tensor."""
