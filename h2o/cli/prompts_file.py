@@ -24,6 +24,7 @@ from h2o.cli import texts
 from h2o.cli.cache_options import load_model, parse_count
 from h2o.errors import UserError
 from h2o.model_identity import files_fingerprint
+from h2o.number_checks import is_integer
 from h2o.result_file import fingerprint
 from h2o.utils.filesystem import atomic_write, explain_unreadable, lock, make_writable
 
@@ -129,15 +130,12 @@ def _answer_all(options: argparse.Namespace, output: Path) -> int:
     if not lines:
         return 0
     model, tokenizer = load_model(options, [from_config(options.config)], progress.print_line)
-    requests = {
-        number: _tokenized(_request(line, number, options), tokenizer, options.pin)
-        for number, line in lines.items()
-    }
-    too_long = dict(_too_long(requests, model, tokenizer, options.max_new_tokens))
-    numbers = [number for number in requests if number not in too_long]
+    requests = {number: _request(line, number, options) for number, line in lines.items()}
+    requests, unanswerable = _divide(requests, model, tokenizer, options)
+    numbers = list(requests)
     results = generate_all(
         model,
-        [requests[number] for number in numbers],
+        list(requests.values()),
         options.config,
         rows=ROWS if options.rows is None and options.bytes is None else options.rows,
         bytes=options.bytes,
@@ -150,7 +148,7 @@ def _answer_all(options: argparse.Namespace, output: Path) -> int:
     by_number = ((numbers[result.index], result) for result in results)
     failed = 0
     with _writing(output) as file:
-        for count, (number, result) in enumerate(chain(too_long.items(), by_number), start=1):
+        for count, (number, result) in enumerate(chain(unanswerable.items(), by_number), start=1):
             file.write(_as_line(_answer(lines[number], result, settings)))
             file.flush()
             failed += result.error is not None
@@ -187,31 +185,27 @@ def _request(line: Line, number: int, options: argparse.Namespace) -> Request:
     )
 
 
-def _tokenized(request: Request, tokenizer: Any, pin: Any) -> Request:
-    """The request with its prompt tokenized, unless its pins refer to the chat's system turn."""
-    from h2o.hf.batching.request import tokenize
-
-    if "system" not in (request.pinned, pin):
-        with contextlib.suppress(Exception):  # generate_all reports errors of prompts
-            return replace(request, prompt=list(tokenize(request.prompt, tokenizer)))
-    return request
-
-
-def _too_long(
-    requests: dict[int, Request], model: Any, tokenizer: Any, max_new_tokens: int
-) -> Iterator[tuple[int, Result]]:
-    """Yield the results of requests that are longer than the model's positions."""
+def _divide(
+    requests: dict[int, Request], model: Any, tokenizer: Any, options: argparse.Namespace
+) -> tuple[dict[int, Request], dict[int, Result]]:
+    """Tokenize the prompts. Returns the requests, and the results of those that cannot be answered:
+    their prompts cannot be tokenized, or are longer than the model's positions."""
     from h2o import models
     from h2o.hf.batching.request import Result, tokenize
 
+    valid: dict[int, Request] = {}
+    failed: dict[int, Result] = {}
     for number, request in requests.items():
-        tokens, limit = 0, request.max_new_tokens or max_new_tokens
-        with contextlib.suppress(Exception):  # generate_all reports errors of prompts
-            tokens = len(tokenize(request.prompt, tokenizer))
+        ids: list[int] = []
         try:
-            models.check_length(model, tokens, limit)
-        except UserError as error:
-            yield number, Result(number, [], None, tokens, "error", {}, error)
+            ids = list(tokenize(request.prompt, tokenizer))
+            models.check_length(model, len(ids), request.max_new_tokens or options.max_new_tokens)
+        except Exception as error:  # such as any error of a chat template; the others continue
+            failed[number] = Result(number, [], None, len(ids), "error", {}, error)
+            continue
+        needs_chat = "system" in (request.pinned, options.pin)  # to find the system turn
+        valid[number] = request if needs_chat else replace(request, prompt=ids)
+    return valid, failed
 
 
 def _lines(path: Path) -> Iterator[Line]:
@@ -224,7 +218,7 @@ def _lines(path: Path) -> Iterator[Line]:
         if not text.strip():
             continue
         try:
-            line = _line(number, json.loads(text))
+            line = _line(number, json.loads(text, object_pairs_hook=_object))
         except json.JSONDecodeError as error:
             raise ValueError(
                 f"{path}, line {number + 1}: not JSON ({error.msg}): write a text in quotes, a "
@@ -238,6 +232,17 @@ def _lines(path: Path) -> Iterator[Line]:
             raise ValueError(f"{path}, line {number + 1}: the id {line.id!r} is already taken")
         seen.add(line.id)
         yield line
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a line. Raises: ValueError for a key that occurs twice, since the JSON module
+    would use the last value."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r} occurs twice in one object: remove one of the two")
+    return content
 
 
 def _line(number: int, content: Any) -> Line:
@@ -261,8 +266,8 @@ def _line(number: int, content: Any) -> Line:
 
 
 def _is_integer_or_none(value: Any) -> bool:
-    """Whether a JSON value is null or an integer. A bool is not, although Python's is an int."""
-    return isinstance(value, int | None) and not isinstance(value, bool)
+    """Whether a JSON value is null or an integer."""
+    return value is None or is_integer(value)
 
 
 def _digest(options: argparse.Namespace) -> str:

@@ -41,8 +41,9 @@ def test_a_copy_goes_on_with_what_it_is_asked():
     for fork in (cache.fork(), copy.copy(cache)):
         ours(prompts(9)[0], **with_cache(fork))
         assert (fork.get_seq_length(), cache.get_seq_length()) == (49, 40)
-    with pytest.raises(ValueError, match="rows: is 0, wanted at least 1"):
-        cache.fork(rows=0)
+    for rows in (0, True, 1.5):
+        with pytest.raises(ValueError, match=f"rows: is {rows}, wanted an integer of at least 1"):
+            cache.fork(rows=rows)
 
 
 def test_a_cache_of_all_keys_grows_by_little():

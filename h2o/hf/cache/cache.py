@@ -41,6 +41,7 @@ from h2o.hf.model_traits.layer_kinds import (
 )
 from h2o.hf.model_traits.wrappers import check_pins, unwrap
 from h2o.hf.support import text_config_of
+from h2o.number_checks import is_integer
 
 
 class H2OCache(CacheInspection):
@@ -181,8 +182,8 @@ class H2OCache(CacheInspection):
         Raises:
             RuntimeError: a forward pass was interrupted, or another thread is still running one.
         """
-        if rows < 1:
-            raise ValueError(f"rows: is {rows}, wanted at least 1")
+        if not is_integer(rows) or rows < 1:
+            raise ValueError(f"rows: is {rows!r}, wanted an integer of at least 1")
         self._check_complete()
         fork = copy.deepcopy(self)
         if rows != 1:
