@@ -112,6 +112,7 @@ class H2OCache(CacheInspection):
         Cache.__init__(self, layers=layers)  # a model's own cache class may accept no arguments
         self.guard = guard
         self.echo_replacement, self.model_shape = plan.echo_replacement, plan.model_shape
+        self.model_settings = plan.model_settings
         self.config = plan.h2o_config
         if not plan.plans:
             warn_of_windows(config, stacklevel=3)
