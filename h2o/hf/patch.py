@@ -29,7 +29,7 @@ from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_switch import CHANGING, AttentionSwitch
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.layers.cache_relative_variant import zero_positions
-from h2o.hf.model_traits.wrappers import check_pins, unwrap
+from h2o.hf.model_traits.wrappers import check_pins, input_device, unwrap
 from h2o.utils.with_block import with_block
 
 SCORED = 8
@@ -224,6 +224,7 @@ def enable(
     Raises:
         UnsupportedError: (a ValueError) h2o does not support the model. generate() raises it for
             `cache_implementation="static"` and other kinds of cache.
+        ValueError: the model is on the device "meta", without the values of its weights.
         RuntimeError: another thread or task has the model patched with other settings, or the
             model is simulated.
     """
@@ -282,6 +283,7 @@ def _apply(model: Any, config: H2OConfig, options: dict[str, Any], is_block: boo
         raise TypeError(f"expected a model of transformers with generate(), not {name}{hint}")
     check_pins(model, options["pinned"])
     patch = Patch(base, config.for_model(base), options, is_block)
+    input_device(base)  # raises for a model without weights
     patch.apply()
     return patch
 
