@@ -184,6 +184,10 @@ def test_paged_attention():
     ours = model("llama")
     with pytest.raises((ValueError, RuntimeError)):  # transformers raises it before h2o is called
         ours.generate_batch(inputs=[[3, 4, 5]])
+    theirs = model("llama", "sdpa")
+    with patched(theirs, **SMALL), pytest.raises(UnsupportedError, match=r"h2o\.generate_all\("):
+        theirs.generate_batch(inputs=[[3, 4, 5]])
+    assert "init_continuous_batching" not in vars(theirs)
 
 
 @pytest.mark.parametrize("name", ["llama", "opt", "gpt_neox", "gpt2", "phi"])
