@@ -6,6 +6,7 @@ that is fed the first P tokens at once and then one at a time, and keep the same
 
 from __future__ import annotations
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -476,6 +477,26 @@ def test_everything_is_put_back():
         raise KeyError("on purpose")
     assert state(model) == before
     assert torch.equal(dense, model(ids).logits)
+
+
+@pytest.mark.parametrize("name", ["llama", *(["deepseek_v2"] if tiny.LATENT else [])])
+def test_a_copy_made_within_the_block(name):
+    """A copy must be simulated within the block like the original, and after it be as the model was
+    before. Its hooks must not run a pass of their own, which would fill a cache twice."""
+    model, ids = tiny.model(name, "sdpa"), text()
+    dense, tokens = model(ids).logits, tiny.greedy(model, {"input_ids": ids}).tolist()
+    echo = {"score_by": "mean-echo", "head_shares": "echo"} if name == "llama" else {}
+    with h2o.simulated(model, heavy=2, recent=2, prompt_length=9, **echo):
+        copies = [copy.deepcopy(model)]
+        copies.append(copy.deepcopy(copies[0]))
+        simulated = model(ids, use_cache=False).logits
+        assert all(torch.equal(x(ids, use_cache=False).logits, simulated) for x in copies)
+    for twin in copies:
+        assert torch.equal(twin(ids).logits, dense)
+        assert tiny.greedy(twin, {"input_ids": ids}).tolist() == tokens
+        with h2o.simulated(twin, heavy=2, recent=2, prompt_length=9, **echo):
+            assert torch.equal(twin(ids, use_cache=False).logits, simulated)
+        assert torch.equal(twin(ids).logits, dense)
 
 
 def test_threads_with_models_of_their_own():
