@@ -593,6 +593,22 @@ def test_calls_that_are_no_whole_text():
             model(ids, use_cache=False)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_model():
+    """torch.compile makes transformers pass a 4-D mask. The error must not blame the mask, which
+    the user did not give."""
+    model = tiny.model("llama")
+    compiled = torch.compile(model, backend="eager")
+    with h2o.simulated(model, heavy=2, recent=2):
+        with pytest.raises(
+            h2o.UnsupportedError, match=r"do not support torch\.compile"
+        ):
+            compiled(text(), use_cache=False)
+        model(text(), use_cache=False)
+        with pytest.raises(h2o.UnsupportedError, match="4-D masks"):
+            model(text(), use_cache=False, attention_mask=torch.ones(1, 1, 40, 40).bool())
+
+
 def test_models_that_cannot_be_served():
     from transformers import BloomConfig, BloomForCausalLM
 

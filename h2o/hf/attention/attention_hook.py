@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import itertools
 import threading
+import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from h2o import compat
+from h2o.errors import UnsupportedError
 from h2o.hf.attention import attention
 from h2o.hf.attention.attention_call import AttentionCall, as_autocast, as_operand
 from h2o.hf.attention.attention_switch import AttentionSwitch, use_attention
@@ -68,7 +72,7 @@ def replace_attention(
         error = attention.find_unsupported(module, kwargs, attention_mask, sliding_window, causal)
         error = error or attention.find_transform(query, key, value, kwargs.get("s_aux"))
         if error is not None:
-            raise error
+            raise UnsupportedError(_COMPILED) if _is_called_compiled() else error
         mask = None if attention_mask is None else attention_mask.bool()
         tensors = as_autocast(query, key, value)
         cached = hasattr(key, "h2o_layer")
@@ -104,6 +108,8 @@ class _Check:
         self.change, self.config = change, config
 
     def __call__(self, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            raise UnsupportedError(_COMPILED)
         self.change.check(self.config)
 
     def __reduce__(self) -> Any:
@@ -121,6 +127,21 @@ class _PutBack:
         for config, name in () if self.name in _open else self.original:
             if compat.attention_name(config) == self.name:
                 compat.put_attention_name(config, name)
+
+
+_COMPILED = (
+    "h2o.simulated(), h2o.analyze() and h2o.calibrate() do not support torch.compile: call the "
+    "model itself, not what torch.compile(model) returned, and not after model.compile()"
+)
+
+
+def _is_called_compiled() -> bool:
+    """Whether a compiled model called the caller. transformers then gives attention a 4-D mask,
+    though the user gave none."""
+    if torch.compiler.is_compiling():
+        return True
+    files = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
+    return any("_dynamo" in Path(file).parts for file in files)
 
 
 class _SharedModules:
