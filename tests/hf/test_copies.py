@@ -46,6 +46,21 @@ def test_a_copy_goes_on_with_what_it_is_asked():
             cache.fork(rows=rows)
 
 
+@pytest.mark.filterwarnings("ignore:nothing is evicted")
+def test_a_copy_of_a_pass_that_recorded_gradients():
+    """Layers of transformers' own hold tensors with gradients then, which torch does not copy."""
+    ours, (ids,) = model("mistral-window"), prompts(20)
+    cache = H2OCache(ours.config, heavy=6, recent=6)
+    with torch.enable_grad():
+        ours(ids, **with_cache(cache))
+    for copied in (cache.fork, lambda: copy.copy(cache)):
+        with pytest.raises(RuntimeError, match=r"call the model within `with torch\.no_grad\(\):`"):
+            copied()
+    cache.reset()
+    ours(ids, **with_cache(cache))
+    assert cache.fork().get_seq_length() == 20
+
+
 def test_a_cache_of_all_keys_grows_by_little():
     """The slots of a full cache must grow in small steps. Growth by a factor of 1.5 would take half
     as much memory again for a single token."""

@@ -600,9 +600,7 @@ def test_a_compiled_model():
     model = tiny.model("llama")
     compiled = torch.compile(model, backend="eager")
     with h2o.simulated(model, heavy=2, recent=2):
-        with pytest.raises(
-            h2o.UnsupportedError, match=r"do not support torch\.compile"
-        ):
+        with pytest.raises(h2o.UnsupportedError, match=r"do not support torch\.compile"):
             compiled(text(), use_cache=False)
         model(text(), use_cache=False)
         with pytest.raises(h2o.UnsupportedError, match="4-D masks"):

@@ -181,12 +181,21 @@ class H2OCache(CacheInspection):
             rows: copies of each batch row, at least 1, for asking several questions in one batch.
 
         Raises:
-            RuntimeError: a forward pass was interrupted, or another thread is still running one.
+            RuntimeError: a forward pass was interrupted, another thread is still running one, or a
+                pass recorded gradients of states or sliding windows.
         """
         if not is_integer(rows) or rows < 1:
             raise ValueError(f"rows: is {rows!r}, wanted an integer of at least 1")
         self._check_complete()
-        fork = copy.deepcopy(self)
+        try:
+            fork = copy.deepcopy(self)
+        except RuntimeError as error:
+            if "graph leaves" not in str(error):
+                raise
+            raise RuntimeError(
+                "the cache holds states or sliding windows with gradients, which cannot be copied: "
+                "call the model within `with torch.no_grad():` before fork()"
+            ) from error
         if rows != 1:
             fork.batch_repeat_interleave(rows)
         return fork
