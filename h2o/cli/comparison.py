@@ -68,7 +68,9 @@ def figures(result: Comparison) -> list[str]:
         "KV cache of a full cache, MB": lambda run: f"{run.kv_bytes_full / 1e6:.1f}",
         "tokens held": lambda run: f"{run.tokens_held} ({run.tokens_held / run.tokens_seen:.0%})",
         "tokens evicted": lambda run: f"{run.tokens_evicted}",
-        "attention mass evicted": lambda run: f"{run.mass_evicted:.1%}",
+        "attention mass evicted": lambda run: (
+            "-" if run.mass_evicted is None else f"{run.mass_evicted:.1%}"
+        ),
     }
     if result.runs[0].tokens_agree is not None:
         values["leading tokens as with full"] = lambda run: f"{run.tokens_agree}"
