@@ -72,7 +72,8 @@ def replace_attention(
         error = attention.find_unsupported(module, kwargs, attention_mask, sliding_window, causal)
         error = error or attention.find_transform(query, key, value, kwargs.get("s_aux"))
         if error is not None:
-            raise UnsupportedError(_COMPILED) if _is_called_compiled() else error
+            has_4d_mask = attention_mask is not None and attention_mask.ndim > 2
+            raise UnsupportedError(_COMPILED) if has_4d_mask and _is_called_compiled() else error
         mask = None if attention_mask is None else attention_mask.bool()
         tensors = as_autocast(query, key, value)
         cached = hasattr(key, "h2o_layer")
