@@ -35,6 +35,7 @@ from lm_eval.tasks.hendrycks_math.utils import is_equiv, last_boxed_only_string,
 from tqdm import tqdm
 
 from h2o import models
+from h2o.cli.cache_options import add_dtype
 from h2o.compat import with_cache
 from h2o.errors import UnsupportedError, UserError
 from h2o.evaluation.model_fit import check_fit
@@ -281,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("benchmark", choices=["ruler", "math"])
     parser.add_argument("--data", type=Path, help="a JSON Lines file; see benchmarks/README.md")
     parser.add_argument("--model", help="default: the embedded SmolLM2-135M")
-    parser.add_argument("--dtype", default="auto", choices=models.DTYPES)
+    add_dtype(parser.add_argument)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--compare", help=f"settings of h2o eval ({COMPARED['ruler']})")
     parser.add_argument("--removed", default=REMOVED, help=f"ruler: removed shares ({REMOVED})")

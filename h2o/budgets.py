@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-import numbers
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
+
+from h2o.number_checks import is_integer, is_number
 
 UNLIMITED = 2**31 - 1
 """A `heavy` or `recent` budget that no text exceeds."""
@@ -128,9 +129,9 @@ def is_list(value: Any) -> bool:
 
 
 def check_amount(name: str, value: Any) -> Amount:
-    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+    if is_integer(value):
         return check_tokens(name, value)
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+    if is_number(value):
         fraction = float(value)
         if math.isnan(fraction) or not 0 <= fraction <= 1:
             raise ValueError(
@@ -157,7 +158,7 @@ def check_whole_budget(value: Any) -> Amount:
 
 
 def check_tokens(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+    if not is_integer(value):
         raise TypeError(f"{name} must be a number of tokens (int), not {value!r}")
     tokens = operator.index(value)
     if not 0 <= tokens <= UNLIMITED:
@@ -170,8 +171,12 @@ def check_prompt_length(value: Any) -> int | list[int]:
     found = value.tolist() if hasattr(value, "tolist") else value
     is_one = not isinstance(found, Sequence) or isinstance(found, str)
     lengths = [found] if is_one else list(found)
-    are_tokens = [isinstance(x, numbers.Integral) and type(x) is not bool for x in lengths]
-    if not lengths or not all(are_tokens) or min(lengths) < 1 or max(lengths) > UNLIMITED:
+    if (
+        not lengths
+        or not all(map(is_integer, lengths))
+        or min(lengths) < 1
+        or max(lengths) > UNLIMITED
+    ):
         raise ValueError(
             f"prompt_length must be a number of tokens, from 1 to {UNLIMITED}, or one for each "
             f"row, not {value!r}"

@@ -18,11 +18,11 @@ window):
 `step` does all three in one call for a single new token, without moving a byte of the cache.
 
 All functions raise ValueError for a wrong shape, stride, value or overlap, TypeError for a wrong
-dtype or an argument that is not a tensor, BufferError for memory that cannot be shared and for
-tensors that require grad outside `torch.no_grad()`, RuntimeError for tensors of other libraries
-than torch that are not on the CPU, and MemoryError. An error names the argument and is raised
-before anything is written. The values in torch tensors on other devices are not checked, because
-the host does not read them.
+dtype or an argument that is not a tensor, BufferError for memory that cannot be shared, for masked
+arrays of NumPy and for tensors that require grad outside `torch.no_grad()`, RuntimeError for
+tensors of other libraries than torch that are not on the CPU, and MemoryError. An error names the
+argument and is raised before anything is written. The values in torch tensors on other devices are
+not checked, because the host does not read them.
 
 Inputs may have any strides, including 0 and negative ones, and may be read-only. JAX arrays are
 read-only and can therefore be inputs only. DLPack ignores torch's lazy negation: if `x.is_neg()` is
@@ -44,7 +44,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from h2o import backends
 from h2o.policy import PAPER, Policy, PolicyFields, resolve_policy
 from h2o.slots import Slots, new_slots, sizes_of_keys
-from h2o.tensors import default_scale, empty, full, get_4d_sizes, grad_enabled
+from h2o.tensors import (
+    check_memory,
+    default_scale,
+    empty,
+    full,
+    get_4d_sizes,
+    grad_enabled,
+    masked_array_class,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -135,9 +143,9 @@ def attend(
     highest), since 0 times infinity is NaN. If torch's own attention computes prompts on CUDA
     (`h2o info` says so), outputs of up to about a hundred earlier tokens may be NaN too.
     """
-    if grad_enabled():
-        _check_no_grad(
-            slots, query=query, keys=keys, values=values, out=out, scores=scores,
+    if grad_enabled() or masked_array_class():
+        _check_memory(
+            slots, query=query, keys=keys, values=values, mask=mask, out=out, scores=scores,
             sink_logits=sink_logits,
         )  # fmt: skip
     if fields:
@@ -166,8 +174,8 @@ def log_sums(
     The weight of a single key is exp(logit - log sum). If the weights of only a few keys are
     needed, this takes half the work of `attend`. Arguments are as in `attend`. None is modified.
     """
-    if grad_enabled():
-        _check_no_grad(slots, query=query, keys=keys, sink_logits=sink_logits)
+    if grad_enabled() or masked_array_class():
+        _check_memory(slots, query=query, keys=keys, mask=mask, sink_logits=sink_logits)
     scale, out, scores = _fill_in(query, keys, scale, None, float32=None)
     sums = None if get_4d_sizes(query) is None else empty(query, tuple(query.shape[:3]), "float32")
     values = keys if slots is None or slots.values is not None else None
@@ -205,8 +213,8 @@ def evict(
             `attend`. `score_by="max"` needs scores that `attend` computed with "max". "mean" with a
             decay divides by the sum of decay^age over the queries.
     """
-    if grad_enabled():
-        _check_no_grad(slots, keys=keys, values=values, scores=scores)
+    if grad_enabled() or masked_array_class():
+        _check_memory(slots, keys=keys, values=values, scores=scores, mask=mask)
     if fields:
         policy = resolve_policy(policy, fields)
     backends.backend_for(keys).evict(keys, values, scores, mask, slots, policy)
@@ -247,8 +255,11 @@ def step(
     Returns:
         out
     """
-    if grad_enabled():
-        _check_no_grad(slots, query=query, key=key, value=value, out=out, sink_logits=sink_logits)
+    if grad_enabled() or masked_array_class():
+        _check_memory(
+            slots, rotary, query=query, key=key, value=value, mask=mask, out=out,
+            sink_logits=sink_logits,
+        )  # fmt: skip
     if fields:
         policy = resolve_policy(policy, fields)
     backend = backends.backend_if_open(query)
@@ -307,10 +318,10 @@ def simulate(
         the first query that no longer sees the key, counting padding; Q if there is none, and 0 for
         padding. scores is [B, G, Q] float32, the score at the end or at eviction.
     """
-    if grad_enabled():
-        _check_no_grad(
-            None, query=query, keys=keys, values=values, out=out, scores=scores,
-            sink_logits=sink_logits,
+    if grad_enabled() or masked_array_class():
+        _check_memory(
+            None, query=query, keys=keys, values=values, prompt=prompt, budget=budget, mask=mask,
+            out=out, evicted_at=evicted_at, scores=scores, sink_logits=sink_logits,
         )  # fmt: skip
     if fields:
         policy = resolve_policy(policy, fields)
@@ -371,13 +382,9 @@ def _fill_in(
     return scale, out, *made
 
 
-def _check_no_grad(slots: Slots | None, **tensors: Tensor) -> None:
-    """Raise BufferError for tensors that require grad. Called only if torch records gradients."""
-    more = slots if isinstance(slots, Slots) else ()
-    for index, tensor in enumerate((*tensors.values(), *more)):
-        if tensor is not None and getattr(tensor, "requires_grad", False):
-            names = [*tensors, *(f"slots.{field}" for field in Slots._fields)]
-            raise BufferError(
-                f"{names[index]}: requires grad, but h2o's operations are not differentiable; "
-                "call them under torch.no_grad() or pass tensor.detach()"
-            )
+def _check_memory(slots: Slots | None, rotary: Rotary | None = None, **tensors: Tensor) -> None:
+    """Check the operands of an operation (`h2o.tensors.check_memory`)."""
+    stored = slots._asdict() if isinstance(slots, Slots) else {}
+    tensors |= {f"slots.{name}": x for name, x in stored.items()}
+    tensors |= {} if rotary is None else {"rotary.table": rotary[0], "rotary.ranks": rotary[1]}
+    check_memory(tensors)

@@ -8,11 +8,11 @@ add a choice of `score_by`. This module imports neither torch nor NumPy.
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 from h2o.budgets import check_tokens
+from h2o.number_checks import is_number
 
 OperationScore = Literal["sum", "mean", "max"]
 """Scores that the operations can rank by."""
@@ -123,7 +123,7 @@ def check_policy(policy: Policy, choices: Sequence[str] = get_args(OperationScor
     if score_by not in choices:
         *others, last = (f'"{name}"' for name in choices)
         raise ValueError(f"score_by must be {', '.join(others)} or {last}, not {score_by!r}")
-    if isinstance(decay, bool) or not isinstance(decay, numbers.Real):
+    if not is_number(decay):
         raise TypeError(f"decay must be a number in [0, 1], not {decay!r}")
     if not 0 <= decay <= 1:  # NaN fails as well
         raise ValueError(f"decay must be in [0, 1], not {decay!r}")

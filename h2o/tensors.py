@@ -62,7 +62,34 @@ def full(like: Tensor, shape: tuple[int, ...], value: int, dtype: str | None = N
     return tensor
 
 
+def masked_array_class() -> type | tuple[()]:
+    """The class of NumPy's masked arrays, for `isinstance`; () while numpy.ma, which NumPy imports
+    on first use, is not imported and so no masked array can exist."""
+    masked = sys.modules.get("numpy.ma")
+    return () if masked is None else masked.MaskedArray
+
+
 def grad_enabled() -> bool:
     """Whether torch has been imported and records gradients."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.is_grad_enabled()
+
+
+def check_memory(tensors: dict[str, Tensor]) -> None:
+    """Check tensors, given by name, of which an operation reads only the memory.
+
+    Raises: BufferError for a tensor that requires grad, if torch records gradients, and for a
+    masked array.
+    """
+    records, masked = grad_enabled(), masked_array_class()
+    for name, tensor in tensors.items():
+        if records and getattr(tensor, "requires_grad", False):
+            raise BufferError(
+                f"{name}: requires grad, but h2o's operations are not differentiable; "
+                "call them under torch.no_grad() or pass tensor.detach()"
+            )
+        if isinstance(tensor, masked):
+            raise BufferError(
+                f"{name}: is a masked array, whose mask would be ignored; pass mask= for padding, "
+                "and array.filled(0) or array.data"
+            )

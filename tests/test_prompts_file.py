@@ -214,6 +214,27 @@ def test_prompts_beyond_the_positions_of_the_model(files, capsys):
     assert cli.main([*command, "--max-new-tokens", "5"]) == 0
 
 
+def test_a_prompt_that_cannot_be_tokenized(files, monkeypatch):
+    """The error of such a prompt must be its answer. It must not be dropped in the hope that a
+    second attempt raises it again."""
+    command, _, output = files
+    tried = []
+    whole = request.tokenize
+
+    def failing(prompt, tokenizer):
+        if prompt == "a text":
+            tried.append(prompt)
+            raise KeyError("no such template")
+        return whole(prompt, tokenizer)
+
+    monkeypatch.setattr(request, "tokenize", failing)
+    assert cli.main(command) == 1
+    by_id = {answer["id"]: answer for answer in answers(output)}
+    assert "no such template" in by_id[0]["error"]
+    assert by_id[7]["finish_reason"] == "length"
+    assert tried == ["a text"]
+
+
 def test_a_full_disk(files, capsys):
     command, _, output = files
     limits = "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
@@ -248,6 +269,11 @@ def test_fewer_prompts_than_answers(files, capsys):
         ('{"prompt": "a", "max_new_tokens": true}', "integers"),
         ('{"prompt": "a", "id": true}', "id must be a text or an integer, not True"),
         ("[" * 100_000, "line 1: lists are nested too deeply"),
+        ('{"prompt": "a", "seed": 1, "seed": 2}', "line 1: the key 'seed' occurs twice"),
+        (
+            '"a"\n{"messages": [{"role": "user", "role": "system", "content": "a"}]}',
+            "line 2: the key 'role' occurs twice in one object: remove one of the two",
+        ),
     ],
 )
 def test_files_that_are_refused(files, content, words, capsys):

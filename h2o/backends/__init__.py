@@ -82,6 +82,11 @@ def _torch_backend() -> SimpleNamespace:
         run = torch_backend.operation(name)
 
         def operation(*operands: Any) -> None:
+            if operands[0].is_meta:
+                raise BufferError(
+                    'the tensors are on the device "meta", so they have no values: if a model made '
+                    "them, load its weights, as with h2o.load_model(name) or from_pretrained(name)"
+                )
             cuda.check_operands(name, *operands)
             run(*operands)
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import numbers
 import os
 import sys
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from h2o import packages
+from h2o.number_checks import is_number
 from h2o.policy import check_policy
 from h2o.slots import KINDS, Kind, Slots
 
@@ -116,7 +116,7 @@ class _Check:
         check_policy(named["policy"])
         for name in ("scale", "softcap"):
             number = named.get(name, 0.0)
-            if isinstance(number, bool) or not isinstance(number, numbers.Real):
+            if not is_number(number):
                 raise TypeError(f"{name}: is {number!r}, wanted a number")
             if not math.isfinite(number) or (name == "softcap" and number < 0):
                 raise ValueError(f"{name}: is {number}, wanted a finite number, a softcap from 0")

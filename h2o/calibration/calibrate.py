@@ -25,6 +25,7 @@ from h2o.config.profile import Profile
 from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.support import transformers_layers
 from h2o.model_identity import describe, sample
+from h2o.number_checks import check_seed, is_integer, is_number
 from h2o.result_file import ResultFile, provenance
 
 FRACTIONS = (0.04, 0.1, 0.2, 0.4, 0.7)
@@ -104,13 +105,14 @@ def calibrate(
     invalid arguments, UserError (`h2o.errors`) for a `resume` file of another kind.
     """
     full = analyzable_layers(model)
-    if draws < 1:
-        raise ValueError(f"draws must be at least 1, not {draws}")
+    if not is_integer(draws) or draws < 1:
+        raise ValueError(f"draws must be an integer of at least 1, not {draws!r}")
+    check_seed(seed)
     fractions = tuple(sorted(set(map(float, fractions))))
     if not fractions or not 0 < fractions[0] <= fractions[-1] <= 1:
         raise ValueError(f"fractions must be in (0, 1], at least one, not {list(fractions)}")
-    if not 0 <= refine <= 1:
-        raise ValueError(f"refine must be a fraction in [0, 1], not {refine}")
+    if not is_number(refine) or not 0 <= refine <= 1:
+        raise ValueError(f"refine must be a fraction in [0, 1], not {refine!r}")
     chosen = list(iterate_windows(input_ids, window, windows))
     grid = budget_grid(window)
     settings = {
@@ -186,10 +188,10 @@ def iterate_windows(input_ids: Any, window: int, limit: int | None) -> Iterator[
 
     Raises: TypeError for a text that is not token ids, ValueError for one shorter than a window.
     """
-    if window <= 2 * LEAST:
-        raise ValueError(f"window must be more than {2 * LEAST} tokens, not {window}")
-    if limit is not None and (limit < 1 or limit % 1):
-        raise ValueError(f"windows must be a whole number of at least 1, not {limit}")
+    if not is_integer(window) or window <= 2 * LEAST:
+        raise ValueError(f"window must be more than {2 * LEAST} tokens, not {window!r}")
+    if limit is not None and (not is_integer(limit) or limit < 1):
+        raise ValueError(f"windows must be a whole number of at least 1, not {limit!r}")
     pieces = []
     for name, ids in _texts(input_ids):
         if len(ids) < window:

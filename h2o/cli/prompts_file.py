@@ -24,6 +24,7 @@ from h2o.cli import texts
 from h2o.cli.cache_options import load_model, parse_count
 from h2o.errors import UserError
 from h2o.model_identity import files_fingerprint
+from h2o.number_checks import is_integer
 from h2o.result_file import fingerprint
 from h2o.utils.filesystem import atomic_write, lock, make_writable
 from h2o.utils.progress import print_line
@@ -106,7 +107,7 @@ def _answer_all(options: argparse.Namespace, output: Path) -> int:
     if not lines:
         return 0
     model, tokenizer = load_model(options, [options.setting], print_line)
-    requests, too_long = _tokenize_all(lines, options, model, tokenizer)
+    requests, unanswerable = _tokenize_all(lines, options, model, tokenizer)
     numbers = list(requests)
     results = generate_all(
         model,
@@ -120,7 +121,7 @@ def _answer_all(options: argparse.Namespace, output: Path) -> int:
         compileable=options.compile,
     )
     by_number = ((numbers[result.index], result) for result in results)
-    everything = chain(too_long.items(), by_number)
+    everything = chain(unanswerable.items(), by_number)
     failed = 0
     with _writing(output) as file:
         # disable=None: a bar is shown on a terminal only.
@@ -149,31 +150,27 @@ def _writing(output: Path) -> Iterator[TextIO]:
 def _tokenize_all(
     lines: dict[int, Line], options: argparse.Namespace, model: Any, tokenizer: Any
 ) -> tuple[dict[int, Request], dict[int, Result]]:
-    """Make the requests, by number, and the results of prompts that exceed the model's positions.
-
-    Prompts are tokenized here, except those whose pins refer to the chat's system turn.
-    """
+    """Make the requests, by number, and the results of prompts that cannot be answered: they cannot
+    be tokenized, or are longer than the model's positions."""
     from h2o import models
     from h2o.hf.batching.request import Request, Result, tokenize
 
-    requests, too_long = {}, {}
+    requests: dict[int, Request] = {}
+    failed: dict[int, Result] = {}
     for number, line in lines.items():
         is_turn = options.chat and isinstance(line.prompt, str)
         prompt = models.messages(line.prompt, options.system) if is_turn else line.prompt
-        ids = []
-        with contextlib.suppress(Exception):  # generate_all reports errors of prompts
-            ids = list(tokenize(prompt, tokenizer))
-        limit = line.max_new_tokens
+        limit, ids = line.max_new_tokens, []
         try:
+            ids = list(tokenize(prompt, tokenizer))
             models.check_length(model, len(ids), limit or options.max_new_tokens)
-        except UserError as error:
-            too_long[number] = Result(number, [], None, len(ids), "error", {}, error)
+        except Exception as error:  # such as any error of a chat template; the others continue
+            failed[number] = Result(number, [], None, len(ids), "error", {}, error)
             continue
-        if ids and "system" not in (line.pinned, options.pin):
-            prompt = ids
+        needs_chat = "system" in (line.pinned, options.pin)  # to find the system turn
         seed = number if line.seed is None else line.seed
-        requests[number] = Request(prompt, limit, seed, pinned=line.pinned)
-    return requests, too_long
+        requests[number] = Request(prompt if needs_chat else ids, limit, seed, pinned=line.pinned)
+    return requests, failed
 
 
 def _lines(name: str, content: str) -> Iterator[Line]:
@@ -197,7 +194,7 @@ def _lines(name: str, content: str) -> Iterator[Line]:
 
 def _line(number: int, text: str) -> Line:
     try:
-        content = json.loads(text)
+        content = json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         raise ValueError(
             f"not JSON ({error.msg}): write a text in quotes, a list of messages, or an object "
@@ -224,9 +221,20 @@ def _line(number: int, text: str) -> Line:
     return Line(number if name is None else name, prompt, limit, seed, content.get("pinned"))
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a line. Raises: ValueError for a key that occurs twice, since the JSON module
+    would use the last value."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r} occurs twice in one object: remove one of the two")
+    return content
+
+
 def _is_integer_or_none(value: Any) -> bool:
-    """Whether a JSON value is null or an integer. A bool is not, although Python's is an int."""
-    return isinstance(value, int | None) and not isinstance(value, bool)
+    """Whether a JSON value is null or an integer."""
+    return value is None or is_integer(value)
 
 
 def _digest(options: argparse.Namespace) -> str:

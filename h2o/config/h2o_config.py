@@ -153,7 +153,9 @@ class H2OConfig(Presets):
             put(self, "head_shares", check_table(self.head_shares))
         if self.shares_by_echo and self.score_by != "mean-echo":
             raise ValueError(
-                f'head_shares="echo" requires score_by="mean-echo", not {self.score_by!r}'
+                f'head_shares="echo" requires score_by="mean-echo", not {self.score_by!r}. The '
+                'preset echo sets head_shares="echo": give score_by="mean-echo", or use the preset '
+                "robust"
             )
         by_head = any(isinstance(x, tuple) for x in (*_each(self.heavy), *_each(self.recent)))
         if self.head_shares is not None and by_head:

@@ -14,6 +14,7 @@ import math
 from typing import Any
 
 from h2o.budgets import is_list, recent_part
+from h2o.number_checks import is_number
 
 NAMED = ("shipped", "echo")
 """Names that `head_shares` accepts: the profile that comes with h2o, and the echo of each prompt
@@ -49,18 +50,17 @@ def check_table(shares: Any) -> Any:
             'h2o.Profile (h2o.Profile.load(path)), "shipped" or "echo", not '
             f"{shares!r:.60}"
         )
-    numbers = tuple(tuple(float(x) for x in row) for row in rows)
-    if not numbers or len({len(row) for row in numbers}) != 1 or not numbers[0]:
+    if not rows or len({len(row) for row in rows}) != 1 or not rows[0]:
         raise ValueError(
             "head_shares must have the same number of heads, at least one, in each layer"
         )
-    for layer, row in enumerate(numbers):
+    for layer, row in enumerate(rows):
         for head, share in enumerate(row):
-            if not (math.isfinite(share) and share > 0):
+            if not (is_number(share) and math.isfinite(share) and share > 0):
                 raise ValueError(
-                    f"head_shares[{layer}][{head}] is {share}, wanted a positive number"
+                    f"head_shares[{layer}][{head}] is {share!r}, wanted a positive number"
                 )
-    return numbers
+    return tuple(tuple(float(x) for x in row) for row in rows)
 
 
 def check_shares(shares: Any, layers: int) -> None:

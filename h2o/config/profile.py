@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from h2o.model_identity import attention_difference, difference
+from h2o.number_checks import is_integer
 from h2o.utils.filesystem import atomic_write
 
 KIND = "h2o profile"
@@ -67,7 +68,7 @@ class Profile:
         for name in ("model", "weights", "settings", "versions"):
             if not isinstance(getattr(self, name), Mapping):
                 raise TypeError(f"{name} must be a mapping, not {getattr(self, name)!r}")
-        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
+        if not is_integer(self.window) or self.window < 1:
             raise ValueError(f"window must be a number of tokens, not {self.window!r}")
         bounds = zip((0.0, *self.fractions), self.fractions, strict=False)
         if not self.fractions or not all(a < b <= 1 for a, b in bounds):

@@ -8,6 +8,7 @@ prefill time is the time to the first new token.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -48,8 +49,9 @@ class Run:
     tokens_held: int
     """Number of keys in each layer and key/value head, or the mean if the numbers differ."""
     tokens_evicted: int
-    mass_evicted: float
-    """Share of all attention that evicted keys had received, 0 to 1."""
+    mass_evicted: float | None
+    """Share of all attention that evicted keys had received, 0 to 1; None if it was not summed, as
+    with `score_by="random"`."""
 
 
 class Times(NamedTuple):
@@ -217,5 +219,5 @@ def _cache_facts(cache: Any) -> dict[str, Any]:
         "tokens_seen": seen,
         "tokens_held": held,
         "tokens_evicted": seen - held,
-        "mass_evicted": mass,
+        "mass_evicted": None if math.isnan(mass) else mass,
     }

@@ -100,6 +100,18 @@ def one_token_notes(tally: Tally, settings: Iterable[Setting]) -> list[str]:
     return notes
 
 
+def without_prompt_notes(settings: Iterable[Setting]) -> list[str]:
+    """Warnings about settings that rank by echo, for windows that have no prompt to rank."""
+    names = [setting.name for setting in settings if setting.config.score_by == "mean-echo"]
+    if not names:
+        return []
+    return [
+        f"a window without a prompt has no echo: {', '.join(names)} rank by mean attention, with "
+        "equal budgets for all heads unless a profile divides them. Pass --prompt-length, such as "
+        "half of --window"
+    ]
+
+
 @torch.no_grad()
 def run_forward(model: Any, last: int, ids: Tensor, mask: Tensor, **more: Any) -> Tensor:
     """Compute logits [B, last, vocabulary] of the last columns. Bound to a model, a `Forward`."""

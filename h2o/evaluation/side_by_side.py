@@ -24,7 +24,7 @@ from h2o.errors import UserError
 from h2o.evaluation.cache_bytes import bytes_share
 from h2o.evaluation.lm import GENERATES, H2OLM, POLICY
 from h2o.evaluation.model_fit import check_fit
-from h2o.evaluation.protocols import Tally, check, one_token_notes
+from h2o.evaluation.protocols import Tally, check, one_token_notes, without_prompt_notes
 from h2o.evaluation.setting import Setting
 from h2o.evaluation.text_table import table
 from h2o.evaluation.text_tasks import Samples, TextTask
@@ -126,6 +126,8 @@ def compare(
     if protocol == "drop":
         notes[:0] = one_token_notes(tally, settings)
     units = dict.fromkeys(getattr(task, "unit", lm.ratio_of) for task in tasks.values())
+    if "window" in units:
+        notes[:0] = without_prompt_notes(settings)
     first = f"{origin['model']}, protocol {protocol}, fractions of the {' or the '.join(units)}"
     return "\n".join([first, "", as_table(measured, tasks, lm.model), "", *notes])
 

@@ -1,9 +1,9 @@
 """`h2o.patched`, `h2o.enable`: use H2O without changing code that calls generate(), model(...) or a
 pipeline.
 
-Patching a model changes its attention implementation, replaces two methods of `generate()`, and
-adds a hook that gives direct forward passes a cache. All of this is reverted when the last block or
-`enable` of the model ends.
+Patching a model changes its attention implementation, replaces two methods of `generate()` and the
+one that begins continuous batching, and adds a hook that gives direct forward passes a cache. All
+of this is reverted when the last block or `enable` of the model ends.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_switch import CHANGING, AttentionSwitch
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.layers.cache_relative_variant import zero_positions
-from h2o.hf.model_traits.wrappers import check_pins, unwrap
+from h2o.hf.model_traits.wrappers import check_pins, input_device, unwrap
 from h2o.utils.with_block import with_block
 
 SCORED = 8
@@ -40,6 +40,9 @@ _UNAFFECTED = (
     "prompt, so their logits are those of a full cache, whatever the budget. To score texts use "
     "h2o.simulated(), or h2o eval (lm-eval's model h2o in h2o.evaluation.lm) instead of HFLM"
 )
+
+CONTINUOUS_BATCHING = "init_continuous_batching"
+"""Method of a model that begins continuous batching"""
 
 _ATTRIBUTE = "_h2o_patches"
 
@@ -139,7 +142,11 @@ class PatchStack:
         self.model = model
         self.patches: list[Patch] = []
         self.cache_index = compat.cache_position(model)
-        replaced = {PREPARE_CACHE: self.prepare_cache, PREPARE_PROCESSORS: self.logits_processors}
+        replaced = {
+            PREPARE_CACHE: self.prepare_cache,
+            PREPARE_PROCESSORS: self.logits_processors,
+            CONTINUOUS_BATCHING: self.continuous_batching,
+        }
         self.before = {name: model.__dict__.get(name) for name in replaced}
         model.__dict__.update(replaced, **{_ATTRIBUTE: self})
         self.hook = model.register_forward_pre_hook(
@@ -187,6 +194,18 @@ class PatchStack:
                     context[CACHE] = DynamicCache(config=self.model.config)
         return processors
 
+    def continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Stand in for `ContinuousMixin.init_continuous_batching`, which `generate_batch` calls. On
+        a GPU it would replace h2o's attention by flash attention, and nothing would be evicted."""
+        if self.active_patch() is None:
+            return self._original(CONTINUOUS_BATCHING)(*args, **kwargs)
+        raise UnsupportedError(
+            "generate_batch() inside h2o.patched() or after h2o.enable(): transformers' continuous "
+            "batching stores keys in pages, from which h2o cannot evict them. Call "
+            "h2o.generate_all(model, prompts, budget=0.2, rows=16), which is h2o's own continuous "
+            "batching"
+        )
+
     def before_forward(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give a forward pass an `H2OCache` where it would make another cache itself."""
         has_cache = compat.cache_in(kwargs) is not None or len(args) > self.cache_index
@@ -224,6 +243,7 @@ def enable(
     Raises:
         UnsupportedError: (a ValueError) h2o does not support the model. generate() raises it for
             `cache_implementation="static"` and other kinds of cache.
+        ValueError: the model is on the device "meta", without the values of its weights.
         RuntimeError: another thread or task has the model patched with other settings, or the
             model is simulated.
     """
@@ -282,6 +302,7 @@ def _apply(model: Any, config: H2OConfig, options: dict[str, Any], is_block: boo
         raise TypeError(f"expected a model of transformers with generate(), not {name}{hint}")
     check_pins(model, options["pinned"])
     patch = Patch(base, config.for_model(base), options, is_block)
+    input_device(base)  # raises for a model without weights
     patch.apply()
     return patch
 

@@ -233,7 +233,7 @@ def record(model: Any) -> dict[str, Any]:
     for weight in weights_of(model):
         numbers = _values(weight, NUMBERS)
         weights[weight.name] = [*_digest(weight), numbers and _round(numbers)]
-    return {"weights": weights, "config": _settings(model.config)}
+    return {"weights": weights, "config": settings_of(model.config)}
 
 
 def record_difference(model: Any, there: Mapping[str, Any]) -> str | None:
@@ -244,7 +244,7 @@ def record_difference(model: Any, there: Mapping[str, Any]) -> str | None:
     only its settings are compared. A setting that only one of the two configs has is ignored.
     """
     config = config_of(model)
-    if reason := _settings_difference(there["config"], _settings(config)):
+    if reason := settings_difference(model, there["config"]):
         return reason
     if config is model:
         return None
@@ -277,8 +277,9 @@ def _digest(weight: Weight) -> tuple[str, str]:
     return f"{stored} {weight.tensor.dtype}".strip(), digest.hexdigest()[:16]
 
 
-def _settings(config: Any) -> dict[str, Any]:
-    """Settings of a config that may change keys and values, in JSON types."""
+def settings_of(config: Any) -> dict[str, Any]:
+    """Settings of a config that may change keys and values, such as those of rotary embeddings, in
+    JSON types."""
     every = json.loads(json.dumps(_text_config(config).to_dict(), default=str))
     return {
         name: value
@@ -288,11 +289,17 @@ def _settings(config: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _settings_difference(there: Any, here: Any, name: str = "config") -> str | None:
-    """The first setting that both configs have and that differs, described for an error."""
+def settings_difference(model: Any, there: Mapping[str, Any]) -> str | None:
+    """The first difference between the settings of a model or its config and those that `there`
+    (from `settings_of`) describes, or None. A setting that only one of them has is ignored."""
+    return _first_difference(there, settings_of(config_of(model)), "config")
+
+
+def _first_difference(there: Any, here: Any, name: str) -> str | None:
+    """The first setting that both have and that differs, described for an error."""
     if isinstance(there, dict) and isinstance(here, dict):
         both = (x for x in there if x in here)
-        apart = (_settings_difference(there[x], here[x], f"{name}.{x}") for x in both)
+        apart = (_first_difference(there[x], here[x], f"{name}.{x}") for x in both)
         return next(filter(None, apart), None)
     return None if there == here else f"this model's {name} is {here}, not {there}"
 

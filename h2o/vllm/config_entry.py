@@ -9,6 +9,7 @@ from typing import Any
 
 from h2o.config import PARAMETERS, H2OConfig, resolve_config
 from h2o.config.profile import Profile
+from h2o.number_checks import is_integer
 
 WHOLE_PROMPTS = 2
 """Default number of prompts that are kept whole at a time. vLLM prefills one prompt in chunks after
@@ -92,7 +93,7 @@ def whole_prompts_of(entry: Mapping[str, Any]) -> int:
     if cut not in ("prompt", "chunk"):
         raise ValueError(f'cut must be "prompt" or "chunk", not {json.dumps(cut, default=str)}')
     buffers = entry.get("whole_prompts", WHOLE_PROMPTS)
-    if isinstance(buffers, bool) or not isinstance(buffers, int) or buffers < 1:
+    if not is_integer(buffers) or buffers < 1:
         raise ValueError(
             "whole_prompts must be an integer of at least 1, not "
             f'{json.dumps(buffers, default=str)}; "cut": "chunk" keeps no prompt whole'

@@ -33,6 +33,21 @@ def _reduce_to_room(heavy: int, recent: int, room: int, pins: int) -> tuple[int,
     return (heavy, recent) if heavy >= pins else (pins, min(recent, room - pins))
 
 
+def _without_heavy(heavy: int, recent: int, page: int, config: H2OConfig) -> str:
+    """What to change about a request whose recent keys fill a page."""
+    if config.needs_prompt_length and config.min_tokens > page:
+        return (
+            f"the server's min_tokens={config.min_tokens} raises fractions to {heavy} heavy and "
+            f"{recent} recent keys, but a page has {page} keys, which would all be recent. Give "
+            'h2o_heavy and h2o_recent as numbers of tokens, or start the server with "min_tokens": '
+            f"0 or a budget of {config.min_tokens} or more"
+        )
+    return (
+        f"{recent} recent keys fill a page of {page} keys, so that none of {heavy} heavy keys "
+        "would fit. Give a smaller h2o_recent, or start the server with a larger budget"
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class PageBudget:
     """The budgets of requests in each layer of a model, or in a tensor parallel rank's part."""
@@ -90,6 +105,18 @@ class PageBudget:
                 f"{self.config.sinks} sinks: pin fewer tokens, or give the server a budget of "
                 f"{self.config.sinks + pins + 1} or more"
             )
+
+    def why_no_heavy(self, keys: torch.Tensor, prompt: int, config: H2OConfig) -> str:
+        """The reason why a request's own budget keeps no heavy hitters in some page, although it
+        asks for some: its recent keys fill the page. Empty if there is no such page."""
+        for layer in range(self.layers):
+            kept, wanted = self._kept(layer, keys), self._by_head(config, layer, keys, prompt)
+            heads = max(len(kept), len(wanted))
+            kept, wanted = kept * (heads // len(kept)), wanted * (heads // len(wanted))
+            for k, (heavy, recent) in zip(kept, wanted, strict=True):
+                if heavy and recent >= k - self.config.sinks:
+                    return _without_heavy(heavy, recent, k, config)
+        return ""
 
     def _by_head(
         self, config: H2OConfig, layer: int, keys: torch.Tensor, prompt: int

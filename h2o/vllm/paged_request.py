@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from operator import index
 from typing import Any, NamedTuple
 
 from h2o.budgets import check_amount
 from h2o.config import H2OConfig
+from h2o.number_checks import is_integer
 from h2o.spans import Row, merge_spans, parse_spans
 
 PINS = "h2o_pinned"
@@ -74,7 +74,7 @@ def prefix_tokens(arguments: Mapping[str, Any], prompt: int) -> int:
     if len(said) > 1:
         raise ValueError(f"{PREFIX} and {CONTEXT} both say where a prompt is cut: pass only one")
     for name, prefix in said.items():
-        if isinstance(prefix, bool) or not isinstance(prefix, int) or prefix < 1:
+        if not is_integer(prefix) or prefix < 1:
             raise ValueError(
                 f"{name} must be a number of tokens from 1, such as 40, not {prefix!r}"
             )
@@ -128,8 +128,8 @@ def with_pins(config: H2OConfig, arguments: dict[str, Any], prompt: int | None =
 def _merge_pairs(pinned: Any) -> Row:
     """Convert pairs of numbers to spans. Raises: ValueError for anything else."""
     try:
-        pairs = [(index(start), index(stop)) for start, stop in pinned]
-        if any(isinstance(x, bool) for pair in pinned for x in pair):
+        pairs = [(start, stop) for start, stop in pinned]
+        if not all(is_integer(x) for pair in pairs for x in pair):
             raise TypeError
     except (TypeError, ValueError):
         raise ValueError(

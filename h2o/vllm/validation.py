@@ -183,8 +183,9 @@ def read_request(
     """Create a request with a prompt of `prompt` tokens from its `vllm_xargs`.
 
     `h2o_heavy` and `h2o_recent` are its own budget, with the meaning that they have in `H2OConfig`.
-    A budget larger than a page is reduced later. Arguments that conflict with the server's config
-    are logged and ignored, since an error here would end the server.
+    A budget larger than a page is reduced later, which is logged if no room is left for heavy
+    hitters. Arguments that conflict with the server's config are logged and ignored, since an error
+    here would end the server.
 
     Args:
         keys: tensor [1, G, any, D] like the keys of a layer.
@@ -195,6 +196,8 @@ def read_request(
         config = with_budget(server.config, arguments)
     except (TypeError, ValueError) as error:
         logger.warning("h2o: a request gets the server's budget instead of its own: %s", error)
+    if config is not None and (reason := server.why_no_heavy(keys, prefix or prompt, config)):
+        logger.warning("h2o: a request keeps no heavy hitters: %s", reason)
     try:
         asked = with_pins(server.config, arguments, prefix or prompt)
         server.check_room(keys, asked)

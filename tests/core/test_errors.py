@@ -188,6 +188,15 @@ def test_norms_without_use(name, refused):
     refused(call, ValueError, "^slots.norms: is given, but value_weighted is false")
 
 
+@pytest.mark.parametrize(("name", "tensor"), EVERY_TENSOR)
+def test_masked_arrays(name, tensor, refused):
+    """The mask of a masked array must not be lost. Its memory alone looks like any array's."""
+    call = make(name)
+    masked = np.ma.masked_array(call.get(tensor))
+    text = f"^{tensor}: is a masked array, .* pass mask="
+    refused(call.put(tensor, masked), BufferError, text)
+
+
 def test_objects_that_outputs_cannot_be_made_for():
     class Shaped:
         shape = (1, 1, 1, 1)

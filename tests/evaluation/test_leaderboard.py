@@ -137,3 +137,11 @@ def test_a_chat_is_cut_at_the_end_of_the_context(tokenizer):
 def test_a_row_without_a_field(run):
     with pytest.raises(UserError, match=r"line 2 has no 'answer': .* problem, answer$"):
         run("math", [MATH[0], {"problem": "1?"}])
+
+
+def test_a_dtype_that_h2o_does_not_compute_in(capsys):
+    """A benchmark must refuse it before it loads a model, like the commands."""
+    with pytest.raises(SystemExit) as end:
+        leaderboard.main(["ruler", "--dtype", "float64"])
+    assert end.value.code == 2
+    assert "argument --dtype: invalid choice: 'float64'" in capsys.readouterr().err

@@ -145,6 +145,27 @@ def test_after_a_prompt_what_the_cut_can_change_counts(
     assert ours == pytest.approx(math.exp(means[0]), rel=1e-3)
 
 
+@pytest.mark.parametrize("protocol", ["simulate", "drop"])
+def test_without_a_prompt_there_is_no_echo(folder, text, tmp_path, capsys, protocol):
+    """A setting that ranks by echo is then the same as `robust`, and the output must say so."""
+    options = [
+        "--window",
+        80,
+        "--limit",
+        1,
+        "--protocol",
+        protocol,
+        "--compare",
+        "robust:20,echo:20",
+    ]
+    for more, is_noted in (([], True), (["--prompt-length", 40], False)):
+        assert run(folder, text, tmp_path, *options, *more) == 0
+        out = capsys.readouterr().out
+        rows = table_of(out)
+        assert (rows["robust:20"]["perplexity"] == rows["echo:20"]["perplexity"]) == is_noted
+        assert ("a window without a prompt has no echo: echo:20 rank" in out) == is_noted
+
+
 def test_a_last_window_without_tokens_to_score_is_left_out(tokenizer):
     ids = tokenizer(TEXT)["input_ids"]
     rest = len(ids) - 300

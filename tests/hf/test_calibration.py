@@ -293,9 +293,13 @@ def test_an_interrupted_run_goes_on(tmp_path):
         (ValueError, r"\[2, 9\]", {"input_ids": torch.ones(2, 9, dtype=torch.long)}),
         (ValueError, "fractions", {"fractions": [0.0]}),
         (ValueError, "draws", {"draws": 0}),
+        (ValueError, "draws .* not True", {"draws": True}),
+        (ValueError, "seed is 9223372036854775808; expected", {"seed": 2**63}),
         (ValueError, "windows", {"windows": 0}),
         (ValueError, "windows", {"windows": 1.5}),
+        (ValueError, "windows .* not True", {"windows": True}),
         (ValueError, "refine", {"refine": float("nan")}),
+        (ValueError, "refine .* not True", {"refine": True}),
         (ValueError, "more than 16", {"window": 16}),
     ],
 )

@@ -254,6 +254,12 @@ def test_room_that_a_short_document_leaves_is_for_what_follows():
             "by_attention must be .* not 1.5",
         ),
         (
+            {"readings": 2, "repeat": REQUEST, "by_attention": True},
+            ValueError,
+            "by_attention must be .* not True",
+        ),
+        ({"readings": True}, ValueError, "readings must be 1 or 2, not True"),
+        (
             {"readings": 2, "repeat": REQUEST, "attention_mask": torch.ones(1, 3)},
             ValueError,
             "must both have the shape",

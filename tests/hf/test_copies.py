@@ -41,8 +41,24 @@ def test_a_copy_goes_on_with_what_it_is_asked():
     for fork in (cache.fork(), copy.copy(cache)):
         ours(prompts(9)[0], **with_cache(fork))
         assert (fork.get_seq_length(), cache.get_seq_length()) == (49, 40)
-    with pytest.raises(ValueError, match="rows: is 0, wanted at least 1"):
-        cache.fork(rows=0)
+    for rows in (0, True, 1.5):
+        with pytest.raises(ValueError, match=f"rows: is {rows}, wanted an integer of at least 1"):
+            cache.fork(rows=rows)
+
+
+@pytest.mark.filterwarnings("ignore:nothing is evicted")
+def test_a_copy_of_a_pass_that_recorded_gradients():
+    """Layers of transformers' own hold tensors with gradients then, which torch does not copy."""
+    ours, (ids,) = model("mistral-window"), prompts(20)
+    cache = H2OCache(ours.config, heavy=6, recent=6)
+    with torch.enable_grad():
+        ours(ids, **with_cache(cache))
+    for copied in (cache.fork, lambda: copy.copy(cache)):
+        with pytest.raises(RuntimeError, match=r"call the model within `with torch\.no_grad\(\):`"):
+            copied()
+    cache.reset()
+    ours(ids, **with_cache(cache))
+    assert cache.fork().get_seq_length() == 20
 
 
 def test_a_cache_of_all_keys_grows_by_little():

@@ -68,6 +68,15 @@ def test_the_cache_can_be_asked_for(plain):
     assert out[CACHE].report().layers[0].evicted == [42 - 8]
 
 
+def test_pins_and_the_record_of_evictions_reach_the_cache(plain):
+    out = plain.generate(
+        prompts(40)[0], max_new_tokens=3, custom_generate=FOLDER, trust_remote_code=True,
+        heavy=8, recent=4, return_dict_in_generate=True, pinned=[(10, 15)], trace=True,
+    )  # fmt: skip
+    assert {*range(10, 15)} <= set(out[CACHE].kept(0).positions[0, 0].tolist())
+    assert (out[CACHE].evicted_at(0)[0, :, 10:15] == 42).all()
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

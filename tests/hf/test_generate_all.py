@@ -389,6 +389,9 @@ def test_prompts_that_cannot_be_read():
         "no such token": ([10**9], "of 97"),
         "negative": ([3, -1], "token ids -1 to 3"),
         "no ids": ([1.0, 2.0], "expected token ids"),
+        "a mask": ([True, False, True], "torch.bool; expected token ids"),
+        "a bool as a seed": (h2o.Request(good[0], seed=True), "seed is True"),
+        "a bool as a length": (h2o.Request(good[0], max_new_tokens=True), "tokens is True"),
         "two prompts": ([[1, 2], [3, 4]], "expected token ids"),
         "an id": (7, "expected token ids"),
         "nothing": (None, "a NoneType; expected a text"),
@@ -570,6 +573,11 @@ def test_threads_that_share_a_model(is_patched):
             "token_healing=True, which generate_all does not support",
         ),
         ({"rows": 2, "seed": "x"}, ValueError, "seed is 'x'; expected an integer"),
+        ({"rows": 2, "seed": True}, ValueError, "seed is True; expected an integer"),
+        ({"rows": 2, "seed": 2**63}, ValueError, r"expected an integer from .* to 2\*\*63 - 1"),
+        ({"rows": True}, ValueError, "rows is True; expected an integer"),
+        ({"bytes": True}, ValueError, "bytes is True; expected an integer"),
+        ({"rows": 2, "max_new_tokens": True}, ValueError, "max_new_tokens is True; expected"),
     ],
 )
 def test_refused(how, error, words):

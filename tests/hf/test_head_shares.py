@@ -61,6 +61,9 @@ def test_parts_go_with_the_shares():
         ([[]], ValueError, "same number of heads"),
         ([[1.0, 0.0]], ValueError, "shares\\[0\\]\\[1\\] is 0.0, wanted a positive number"),
         ([[1.0, float("nan")]], ValueError, "positive number"),
+        ([[1.0, True]], ValueError, r"shares\[0\]\[1\] is True, wanted a positive number"),
+        (np.ones((2, 2), bool), ValueError, "is True, wanted a positive number"),
+        ([[1.0, "2"]], ValueError, "is '2', wanted a positive number"),
     ],
 )
 def test_what_is_no_table_of_shares(shares, error, message):

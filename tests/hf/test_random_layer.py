@@ -124,10 +124,14 @@ def test_heads_and_layers_of_a_cache_differ():
 
 
 def test_attention_is_not_reported():
-    """A cache that sums no attention must report NaN instead of wrong numbers."""
+    """A cache that sums no attention must report NaN instead of wrong numbers, and write "-"."""
     _, cache = held(tiny.model("llama", "sdpa"), text(), TEXT, **SMALL)
-    assert all(math.isnan(layer.share_evicted) for layer in cache.report().layers)
-    assert "nan%" in str(cache.report())
+    report = cache.report()
+    assert all(math.isnan(layer.share_evicted) for layer in report.layers)
+    assert "nan" not in str(report) + report._repr_html_()
+    *_, first, _, total, note = str(report).splitlines()
+    assert first.split()[-1] == total.split()[-1] == "-"
+    assert note.endswith("The attention to evicted tokens was not summed.")
 
 
 @pytest.mark.parametrize("more", [{"decay": 0.9}, {"value_weighted": True}])

@@ -183,6 +183,10 @@ def test_paged_attention():
     # transformers raises it before h2o is called
     with pytest.raises((ValueError, RuntimeError), match=r"h2o|paged"):
         ours.generate_batch(inputs=[[3, 4, 5]])
+    theirs = model("llama", "sdpa")
+    with patched(theirs, **SMALL), pytest.raises(UnsupportedError, match=r"h2o\.generate_all\("):
+        theirs.generate_batch(inputs=[[3, 4, 5]])
+    assert "init_continuous_batching" not in vars(theirs)
 
 
 @pytest.mark.parametrize("name", ["llama", "opt", "gpt_neox", "gpt2", "phi"])
@@ -586,3 +590,22 @@ def test_encoder_decoder_without_a_cache():
     decoder = {"decoder_input_ids": prompts(6)[0].repeat(2, 1), "use_cache": False}
     got, expected = ours(**inputs, **decoder), theirs(**inputs, **decoder)
     torch.testing.assert_close(got.logits, expected.logits)
+
+
+def test_a_model_without_weights():
+    """A model on the device "meta" can be asked what h2o does with it. Calls of it must say that it
+    has no weights instead of what torch or a library says first."""
+    ours, (ids,) = model("llama").to("meta"), prompts(20)
+    assert h2o.supports(ours)
+    cache = H2OCache(ours, **SMALL)
+    with pytest.raises(BufferError, match=r'on the device "meta".*load its weights'):
+        ours(ids.to("meta"), **with_cache(cache))
+    with pytest.raises(ValueError, match=r'the model is on the device "meta".*load its weights'):
+        h2o.enable(ours, **SMALL)
+    with pytest.raises(ValueError, match=r'the model is on the device "meta"'):
+        with h2o.simulated(ours, **SMALL):
+            pass
+    with pytest.raises(ValueError, match=r'the model is on the device "meta"'):
+        h2o.compress_document(ours, ids, **SMALL)
+    (result,) = h2o.generate_all(ours, [ids[0]], rows=1, max_new_tokens=1, **SMALL)
+    assert 'the model is on the device "meta"' in str(result.error)

@@ -390,6 +390,24 @@ def test_another_model(written):
     assert H2OCache.load(path, ours).get_seq_length() == 40  # the old file is still there
 
 
+def test_a_model_with_other_angles(written):
+    """A file that was saved without the model, too, must not be loaded for a model that rotates
+    keys by other angles. All weights are the same."""
+    path, ours = written
+    cache = has_read(ours, {"input_ids": prompts(40)[0]}, **SMALL)
+    cache.save(path)
+    other = copy.deepcopy(ours)
+    other.config.rope_parameters["rope_theta"] = 123.0
+    message = r"another model: this model's config\.rope_parameters\.rope_theta is 123\.0, not 10"
+    for given in (other, other.config):
+        with pytest.raises(ValueError, match=message):
+            H2OCache.load(path, given)
+    with pytest.raises(ValueError, match="made for " + message):
+        cache.save(path, other)
+    assert H2OCache.load(path, ours).get_seq_length() == 40
+    assert H2OCache.load(path, ours.config).get_seq_length() == 40
+
+
 def test_no_cache_file(tmp_path):
     ours = model("llama")
     with pytest.raises(FileNotFoundError):

@@ -219,6 +219,11 @@ def test_tokens_of_a_prompt_are_taken_back(head_shares):
     [
         ({"head_shares": "best"}, '"shipped" or "echo", not'),
         (SMALL | {"heavy": [[3, 4], [5, 6]]}, "shares divide"),
+        (
+            {"head_shares": "echo", "score_by": "max"},
+            'head_shares="echo" requires score_by="mean-echo", not \'max\'. The preset echo sets '
+            'head_shares="echo": give score_by="mean-echo", or use the preset robust',
+        ),
         ({"head_shares": "echo"}, 'head_shares="echo" requires score_by="mean-echo"'),
     ],
 )

@@ -6,6 +6,7 @@ that is fed the first P tokens at once and then one at a time, and keep the same
 
 from __future__ import annotations
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -478,6 +479,26 @@ def test_everything_is_put_back():
     assert torch.equal(dense, model(ids).logits)
 
 
+@pytest.mark.parametrize("name", ["llama", *(["deepseek_v2"] if tiny.LATENT else [])])
+def test_a_copy_made_within_the_block(name):
+    """A copy must be simulated within the block like the original, and after it be as the model was
+    before. Its hooks must not run a pass of their own, which would fill a cache twice."""
+    model, ids = tiny.model(name, "sdpa"), text()
+    dense, tokens = model(ids).logits, tiny.greedy(model, {"input_ids": ids}).tolist()
+    echo = {"score_by": "mean-echo", "head_shares": "echo"} if name == "llama" else {}
+    with h2o.simulated(model, heavy=2, recent=2, prompt_length=9, **echo):
+        copies = [copy.deepcopy(model)]
+        copies.append(copy.deepcopy(copies[0]))
+        simulated = model(ids, use_cache=False).logits
+        assert all(torch.equal(x(ids, use_cache=False).logits, simulated) for x in copies)
+    for twin in copies:
+        assert torch.equal(twin(ids).logits, dense)
+        assert tiny.greedy(twin, {"input_ids": ids}).tolist() == tokens
+        with h2o.simulated(twin, heavy=2, recent=2, prompt_length=9, **echo):
+            assert torch.equal(twin(ids, use_cache=False).logits, simulated)
+        assert torch.equal(twin(ids).logits, dense)
+
+
 def test_threads_with_models_of_their_own():
     ids, budgets = text(), [(2, 2), (5, 3), (0, 7), (11, 1)]
     models = [tiny.model("llama", "sdpa") for _ in budgets]
@@ -570,6 +591,20 @@ def test_calls_that_are_no_whole_text():
         model.train()
         with pytest.raises(RuntimeError, match="inference"):
             model(ids, use_cache=False)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_model():
+    """torch.compile makes transformers pass a 4-D mask. The error must not blame the mask, which
+    the user did not give."""
+    model = tiny.model("llama")
+    compiled = torch.compile(model, backend="eager")
+    with h2o.simulated(model, heavy=2, recent=2):
+        with pytest.raises(h2o.UnsupportedError, match=r"do not support torch\.compile"):
+            compiled(text(), use_cache=False)
+        model(text(), use_cache=False)
+        with pytest.raises(h2o.UnsupportedError, match="4-D masks"):
+            model(text(), use_cache=False, attention_mask=torch.ones(1, 1, 40, 40).bool())
 
 
 def test_models_that_cannot_be_served():

@@ -25,7 +25,9 @@ from vllm.v1.attention.selector import AttentionSelectorConfig  # noqa: E402
 from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: E402
 from vllm.v1.sample import logits_processor  # noqa: E402
 
+from h2o.config import H2OConfig  # noqa: E402
 from h2o.vllm import plugin, unsupported_backends, validation, versions  # noqa: E402
+from h2o.vllm.page_budget import PageBudget, example_keys  # noqa: E402
 
 SMALL = {"heavy": 8, "recent": 8}
 
@@ -256,3 +258,28 @@ def test_a_second_engine_in_the_same_process(llama):
                 pass
     with engine(llama, SMALL) as llm:
         assert len(served_by(llm, prompts((5,)))) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (
+            {"h2o_heavy": 0.1, "h2o_recent": 0.1},
+            "min_tokens=128 raises fractions to 64 heavy and 64 recent keys, but a page has 16 "
+            "keys, which would all be recent. Give h2o_heavy and h2o_recent as numbers of tokens",
+        ),
+        ({"h2o_recent": 16}, "16 recent keys fill a page of 16 keys, so that none of 8 heavy"),
+        ({"h2o_recent": 12}, None),
+        ({"h2o_heavy": 0, "h2o_recent": 16}, None),
+        ({"h2o_heavy": 0.1, "h2o_recent": 4}, "raises fractions to 96 heavy and 32 recent keys"),
+    ],
+)
+def test_a_budget_that_would_keep_recent_keys_only(arguments, reason, monkeypatch, caplog):
+    """A request whose recent keys fill a page would lose all heavy hitters without a word."""
+    monkeypatch.setattr(logging.getLogger("vllm.h2o"), "handlers", [caplog.handler])
+    server = PageBudget(H2OConfig(**SMALL), layers=2, longest=256)
+    keys = example_keys(2, 32, torch.float32)
+    request = validation.read_request(arguments, 60, server, keys)
+    assert request.config is not None
+    assert ("a request keeps no heavy hitters" in caplog.text) == bool(reason)
+    assert reason is None or reason in caplog.text

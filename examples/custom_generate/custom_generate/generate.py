@@ -19,13 +19,14 @@ def generate(model, preset=None, budget=None, **arguments):
             `budget_unit`. Without a preset `budget` is that of the recommended config
             (`H2OConfig.budget`).
         arguments: may also include fields of `H2OConfig` (heavy, recent, sinks, ...), or a whole
-            one as `h2o_config`.
+            one as `h2o_config`, and `pinned` and `trace` as for `h2o.H2OCache`.
     """
     fields = {x: arguments.pop(x) for x in h2o.H2OConfig.__dataclass_fields__ if x in arguments}
+    options = {x: arguments.pop(x) for x in ("pinned", "trace") if x in arguments}
     config = arguments.pop("h2o_config", None)
     if preset is not None:
         config = h2o.H2OConfig.preset(preset, budget, budget_unit=fields.pop("budget_unit", "keys"))
     elif budget is not None:
         fields["budget"] = budget
-    with h2o.patched(model, config, **fields):
+    with h2o.patched(model, config, **options, **fields):
         return model.generate(**arguments)

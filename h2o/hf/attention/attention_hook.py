@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import itertools
 import threading
+import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from h2o import compat
+from h2o.errors import UnsupportedError
 from h2o.hf.attention import attention
 from h2o.hf.attention.attention_call import AttentionCall, as_autocast, as_operand
-from h2o.hf.attention.attention_switch import use_attention
+from h2o.hf.attention.attention_switch import AttentionSwitch, use_attention
 from h2o.hf.model_traits.shared_keys import pads_of
 from h2o.hf.model_traits.wrappers import unwrap
 
@@ -30,7 +34,8 @@ def replace_attention(
 ) -> Iterator[None]:
     """Within the block use `visit(call)` as the attention output [B, n, H, D] of some layers.
 
-    Other layers attend as before. After the block, also after an error, the model is unchanged.
+    Other layers attend as before. After the block, also after an error, the model is unchanged, and
+    so is a copy of it that was made within the block.
 
     Raises:
         UnsupportedError: the model has attention code of its own, or its forward pass needs more
@@ -67,7 +72,8 @@ def replace_attention(
         error = attention.find_unsupported(module, kwargs, attention_mask, sliding_window, causal)
         error = error or attention.find_transform(query, key, value, kwargs.get("s_aux"))
         if error is not None:
-            raise error
+            has_4d_mask = attention_mask is not None and attention_mask.ndim > 2
+            raise UnsupportedError(_COMPILED) if has_4d_mask and _is_called_compiled() else error
         mask = None if attention_mask is None else attention_mask.bool()
         tensors = as_autocast(query, key, value)
         cached = hasattr(key, "h2o_layer")
@@ -82,15 +88,61 @@ def replace_attention(
     shared = _SharedModules(type(config))
     name = f"h2o_simulated:{next(_numbers)}"
     compat.register_attention(name, function, attention.h2o_mask)
+    _open.add(name)
     try:
         with (
             use_attention("simulated", model, name) as change,
             shared.watched(model),
-            model.register_forward_pre_hook(lambda *_: change.check(config)),
+            model.register_forward_pre_hook(_Check(change, config)),
         ):
             yield
     finally:
+        _open.remove(name)
         compat.unregister_attention(name)
+
+
+class _Check:
+    """Hook of a model whose attention is replaced. Raises if `set_attn_implementation` has changed
+    that. A copy of the model gets a `_PutBack` instead."""
+
+    def __init__(self, change: AttentionSwitch, config: Any) -> None:
+        self.change, self.config = change, config
+
+    def __call__(self, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            raise UnsupportedError(_COMPILED)
+        self.change.check(self.config)
+
+    def __reduce__(self) -> Any:
+        return _PutBack, (self.change.name, self.change.original)
+
+
+class _PutBack:
+    """Hook of a copy that was made within the block, by deepcopy or pickle. After the block it puts
+    back the attention that the configs named before."""
+
+    def __init__(self, name: str, original: list[tuple[Any, str]]) -> None:
+        self.name, self.original = name, original
+
+    def __call__(self, *_: Any) -> None:
+        for config, name in () if self.name in _open else self.original:
+            if compat.attention_name(config) == self.name:
+                compat.put_attention_name(config, name)
+
+
+_COMPILED = (
+    "h2o.simulated(), h2o.analyze() and h2o.calibrate() do not support torch.compile: call the "
+    "model itself, not what torch.compile(model) returned, and not after model.compile()"
+)
+
+
+def _is_called_compiled() -> bool:
+    """Whether a compiled model called the caller. transformers then gives attention a 4-D mask,
+    though the user gave none."""
+    if torch.compiler.is_compiling():
+        return True
+    files = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
+    return any("_dynamo" in Path(file).parts for file in files)
 
 
 class _SharedModules:
@@ -123,3 +175,6 @@ class _SharedModules:
 
 
 _numbers = itertools.count()
+
+_open: set[str] = set()
+"""Names under which the functions of open blocks are registered"""

@@ -16,9 +16,10 @@ from typing_extensions import Unpack
 from h2o.config import PARAMETERS, H2OConfig, resolve_config
 from h2o.config.fields import ConfigFields, Pinned
 from h2o.hf.batching.batch_scheduler import Scheduler
-from h2o.hf.batching.request import Prompt, Result, Settings, check_count, check_seed
+from h2o.hf.batching.request import Prompt, Result, Settings
 from h2o.hf.batching.row_batch import RowBatch, h2o_layers
 from h2o.hf.cache.cache import H2OCache
+from h2o.number_checks import check_count, check_seed
 
 
 def generate_all(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -37,6 +36,7 @@ from h2o.hf.model_traits.wrappers import check_pins, input_device, model_after_p
 from h2o.hf.prompt.echo_scorer import adapt_config
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope, positions_after
 from h2o.hf.support import text_config_of
+from h2o.number_checks import check_count, check_seed
 
 Prompt = Any  # a text, a chat, token ids, or a Request with one of them
 
@@ -128,7 +128,8 @@ class Settings:
         ids = torch.as_tensor(prompt, device="cpu")
         if ids.numel() == 0:
             raise ValueError("the prompt has no tokens")
-        if ids.dtype.is_floating_point or ids.ndim not in (1, 2) or ids.numel() != ids.shape[-1]:
+        is_one_text = ids.ndim in (1, 2) and ids.numel() == ids.shape[-1]
+        if ids.dtype.is_floating_point or ids.dtype == torch.bool or not is_one_text:
             raise ValueError(
                 f"the prompt has shape {tuple(ids.shape)} and {ids.dtype}; expected token ids [n]"
             )
@@ -215,18 +216,6 @@ def tokenize(prompt: Prompt, tokenizer: Any) -> Any:
 def _is_chat(prompt: Prompt) -> bool:
     is_list = isinstance(prompt, Sequence) and len(prompt) > 0
     return is_list and isinstance(prompt[0], Mapping)
-
-
-def check_count(name: str, value: Any) -> None:
-    """Raise ValueError unless an argument is None or an integer of at least 1."""
-    if value is not None and (not isinstance(value, Integral) or value < 1):
-        raise ValueError(f"{name} is {value!r}; expected an integer of at least 1")
-
-
-def check_seed(seed: Any) -> None:
-    """Raise ValueError unless a seed is an integer."""
-    if not isinstance(seed, Integral):
-        raise ValueError(f"seed is {seed!r}; expected an integer")
 
 
 def _check_generation(settings: Any) -> None:

@@ -41,6 +41,7 @@ from h2o.hf.model_traits.layer_kinds import (
 )
 from h2o.hf.model_traits.wrappers import check_pins, unwrap
 from h2o.hf.support import text_config_of
+from h2o.number_checks import is_integer
 
 
 class H2OCache(CacheInspection):
@@ -111,6 +112,7 @@ class H2OCache(CacheInspection):
         Cache.__init__(self, layers=layers)  # a model's own cache class may accept no arguments
         self.guard = guard
         self.echo_replacement, self.model_shape = plan.echo_replacement, plan.model_shape
+        self.model_settings = plan.model_settings
         self.config = plan.h2o_config
         if not plan.plans:
             warn_of_windows(config, stacklevel=3)
@@ -179,12 +181,21 @@ class H2OCache(CacheInspection):
             rows: copies of each batch row, at least 1, for asking several questions in one batch.
 
         Raises:
-            RuntimeError: a forward pass was interrupted, or another thread is still running one.
+            RuntimeError: a forward pass was interrupted, another thread is still running one, or a
+                pass recorded gradients of states or sliding windows.
         """
-        if rows < 1:
-            raise ValueError(f"rows: is {rows}, wanted at least 1")
+        if not is_integer(rows) or rows < 1:
+            raise ValueError(f"rows: is {rows!r}, wanted an integer of at least 1")
         self._check_complete()
-        fork = copy.deepcopy(self)
+        try:
+            fork = copy.deepcopy(self)
+        except RuntimeError as error:
+            if "graph leaves" not in str(error):
+                raise
+            raise RuntimeError(
+                "the cache holds states or sliding windows with gradients, which cannot be copied: "
+                "call the model within `with torch.no_grad():` before fork()"
+            ) from error
         if rows != 1:
             fork.batch_repeat_interleave(rows)
         return fork

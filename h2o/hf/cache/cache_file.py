@@ -27,7 +27,7 @@ from h2o.hf.cache_state.pins import Pins
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.layers.pass_runners import CapturedRunner
 from h2o.hf.model_traits import tensor_parallel
-from h2o.model_identity import difference, record, record_difference
+from h2o.model_identity import difference, record, record_difference, settings_difference
 from h2o.packages import version
 from h2o.utils.filesystem import atomic_write
 
@@ -38,7 +38,8 @@ LAYOUT = 3
 
 def write(path: Path, cache: Any, model: Any = None) -> None:
     """Write an `H2OCache` to a file; see `H2OCache.save`."""
-    if model is not None and (reason := difference(model, cache.model_shape, {})):
+    model_settings = json.loads(cache.model_settings)
+    if model is not None and (reason := _difference(model, cache.model_shape, model_settings)):
         raise ValueError(f"this cache was made for another model: {reason}")
     snapshots = [_with_part(take_snapshot(layer), cache, model) for layer in cache.layers]
     cache.guard.text.drop_failed_pass(int(cache.get_seq_length()))
@@ -51,6 +52,7 @@ def write(path: Path, cache: Any, model: Any = None) -> None:
             "layout": LAYOUT,
             "versions": {name: version(name) for name in ("h2o-kv", "torch", "transformers")},
             "model": cache.model_shape,
+            "model_settings": model_settings,
             "record": record(model) if hasattr(model, "named_parameters") else None,
             "settings": _settings(cache),
             "prompt_length": cache.guard.prompt_length,
@@ -106,7 +108,7 @@ def read(path: Path, model: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
                 f"was written in layout {content['layout']}, but this version of h2o reads layout "
                 f"{LAYOUT}. Load it with the version that wrote it, or process the text again"
             )
-        reason = difference(model, content["model"], {})
+        reason = _difference(model, content["model"], content.get("model_settings", {}))
         if reason is None and content["record"] is not None:
             reason = record_difference(model, content["record"])
         if reason is not None:
@@ -119,6 +121,11 @@ def read(path: Path, model: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return content, tensors
+
+
+def _difference(model: Any, shape: dict[str, Any], settings: dict[str, Any]) -> str | None:
+    """The first difference of a model or config from the shape and the settings of another."""
+    return difference(model, shape, {}) or settings_difference(model, settings)
 
 
 def target_device(model: Any) -> Any:

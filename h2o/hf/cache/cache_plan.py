@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import json
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from h2o.hf.prompt.echo_scorer import EchoScorer, PromptEcho, adapt_config
 from h2o.hf.prompt.scorers import AttentionScorer, RandomScorer
 from h2o.hf.rotary.model_rotary import ModelRotary
 from h2o.hf.support import Traits, drops_cache_after, setting_reasons, transformers_layers
-from h2o.model_identity import describe
+from h2o.model_identity import describe, settings_of
 
 
 class CachePlan:
@@ -55,6 +56,8 @@ class CachePlan:
         self._traits = Traits.of(config)
         self._check_settings()
         self.model_shape = describe(config)
+        self.model_settings = json.dumps(settings_of(config))
+        """JSON of the config's settings, for files. A text, because forks copy what a cache has"""
         self.drops_cache_after = drops_cache_after(config)
         """See `h2o.hf.support.drops_cache_after`"""
         self.kinds = self._traits.kinds

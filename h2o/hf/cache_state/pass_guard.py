@@ -284,11 +284,11 @@ def _disagreement_message(counts: list[int]) -> str:
     seen, run = counts[0], sum(count > 0 for count in counts)
     if counts == [seen] * run + [0] * (len(counts) - run):
         return (
-            f"the last forward pass was interrupted: {run} of the cache's {len(counts)} layers "
-            f"have seen {seen} tokens, the others none. Call cache.reset() and start over. If no "
-            f"earlier pass raised an error, the model has fewer layers than its config says (some "
-            f"were dropped, or the cache belongs to another model). Set config.num_hidden_layers = "
-            f"{run} and make a new H2OCache from that config"
+            f"{run} of the cache's {len(counts)} layers have seen {seen} tokens, the others none. "
+            "If an earlier call raised an error, its forward pass was interrupted between two "
+            "layers: call cache.reset() and start over. If none did, the model runs only "
+            f"{run} layers, fewer than its config says (some were dropped, or the cache was made "
+            f"for another model). Set config.num_hidden_layers = {run} and make a new H2OCache"
         )
     return (
         "the last forward pass was interrupted between two layers, which have now seen "

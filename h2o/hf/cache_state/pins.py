@@ -12,12 +12,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from h2o.number_checks import is_integer
 from h2o.spans import PINNED, Row, count, merge_spans, runs
 
 LEAST_DECAY = 1e-30
@@ -175,11 +175,7 @@ def _is_list(x: Any) -> bool:
 
 
 def _is_span(x: Any) -> bool:
-    return (
-        _is_list(x)
-        and len(x) == 2
-        and all(isinstance(i, Integral) and not isinstance(i, bool) for i in x)
-    )
+    return _is_list(x) and len(x) == 2 and all(map(is_integer, x))
 
 
 def _as_positions(rows: list[Row], mask: Tensor | None) -> list[Row]:

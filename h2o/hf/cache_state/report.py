@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -148,11 +149,14 @@ class Report:
         if not any(total.evicted):
             return short + "The budget was never reached: every token is held, as in a full cache."
         share = total.bytes_held / total.bytes_full
-        return (
+        held = (
             f"{short}The cache holds {total.kept[0] / total.seen[0]:.1%} of the tokens in "
-            f"{share:.1%} of the bytes of a full cache. Evicted tokens had received "
-            f"{total.share_evicted:.1%} of the attention"
-            + (" to tokens that are not pinned." if any(total.pinned) else ".")
+            f"{share:.1%} of the bytes of a full cache. "
+        )
+        if math.isnan(total.share_evicted):
+            return f"{held}The attention to evicted tokens was not summed."
+        return f"{held}Evicted tokens had received {total.share_evicted:.1%} of the attention" + (
+            " to tokens that are not pinned." if any(total.pinned) else "."
         )
 
     def __str__(self) -> str:
@@ -169,7 +173,7 @@ class Report:
         """HTML table for notebooks. The last column is shaded by the mass evicted."""
 
         def line(cells: Sequence[str], tag: str, share: float = 0.0) -> str:
-            shade = f";background:rgb(255 140 0/{share:.2f})" if share else ""
+            shade = f";background:rgb(255 140 0/{share:.2f})" if share > 0 else ""
             styles = [_CELL] * (len(cells) - 1) + [_CELL + shade]
             inner = [
                 f'<{tag} style="{style}">{html.escape(cell)}</{tag}>'
@@ -242,7 +246,8 @@ def _row(layer: LayerReport) -> tuple[str, ...]:
         name, seen = f"{name} ({layer.kind})", ["", "", "", ""]
     else:
         seen = [_span(x) for x in (layer.seen, layer.kept, layer.evicted, layer.budget)]
-    share = "" if others else f"{layer.share_evicted:.1%}"
+    share = "-" if math.isnan(layer.share_evicted) else f"{layer.share_evicted:.1%}"
+    share = "" if others else share
     return (name, *seen, f"{layer.bytes_held:,}", f"{layer.bytes_full:,}", share)
 
 

@@ -16,6 +16,7 @@ from h2o.hf.document.kvzip import REPEAT, forward, read_twice
 from h2o.hf.model_traits.layer_kinds import counts_padding
 from h2o.hf.model_traits.wrappers import check_no_tuned_prompt, input_device
 from h2o.hf.support import transformers_layers
+from h2o.number_checks import is_integer
 
 
 @torch.no_grad()
@@ -88,7 +89,7 @@ def compress_document(
             leaves no positions of the model for its repetition. `repeat` or `by_attention` is given
             for a single reading.
     """
-    if readings not in (1, 2):
+    if not is_integer(readings) or readings not in (1, 2):
         raise ValueError(f"readings must be 1 or 2, not {readings!r}")
     for name, value in (("repeat", repeat), ("by_attention", by_attention)):
         if readings == 1 and value is not None:

@@ -33,6 +33,7 @@ from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.model_traits.layer_kinds import has_states
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
+from h2o.number_checks import is_number
 from h2o.policy import Policy
 
 Progress = Callable[[int, int], Any]
@@ -60,8 +61,8 @@ def read_twice(
 ) -> H2OCache:
     """Make the cache of a document with ids [B, N] and mask [B, N] bool; see
     `h2o.compress_document`."""
-    if not 0 <= by_attention <= 1:
-        raise ValueError(f"by_attention must be a fraction in [0, 1], not {by_attention}")
+    if not is_number(by_attention) or not 0 <= by_attention <= 1:
+        raise ValueError(f"by_attention must be a fraction in [0, 1], not {by_attention!r}")
     if config.positions != "original":
         raise UnsupportedError(
             'positions="cache_relative" does not support a second reading: pass readings=1'

@@ -31,7 +31,11 @@ def unwrap(model: Any) -> Any:
 
 def input_device(model: Any) -> torch.device:
     """The device on which a model expects token ids. If accelerate offloads the weights to a file
-    or to host memory, this is the device that they are moved to for a forward pass."""
+    or to host memory, this is the device that they are moved to for a forward pass.
+
+    Raises:
+        ValueError: the model is on the device "meta", so that its weights have no values.
+    """
     device: torch.device = model.device
     if device.type != "meta":
         return device
@@ -40,7 +44,10 @@ def input_device(model: Any) -> torch.device:
             where = getattr(each, "execution_device", None)
             if where is not None:
                 return torch.device(where)
-    return device
+    raise ValueError(
+        'the model is on the device "meta", where tensors have a shape but no values, so it cannot '
+        "compute anything: load its weights, as with h2o.load_model(name) or from_pretrained(name)"
+    )
 
 
 def model_after_prompt(model: Any) -> Any:

@@ -34,6 +34,7 @@ class SimulatedBudgets:
         """`plans`: plans of the simulated layers, by layer number."""
         self._plans, self._rotary = plans, rotary
         self._thread_local = threading.local()
+        self._is_open = False
 
     @classmethod
     def of(
@@ -65,7 +66,7 @@ class SimulatedBudgets:
         the model."""
 
         def collect_echo(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            if self.is_collecting:
+            if self.is_collecting or not self._is_open:  # a copy of the model keeps the hook
                 return
             self._thread_local.budgets = {}
             self._thread_local.cross_head = CrossHeadBudget(self._plans, alike=False)
@@ -75,8 +76,12 @@ class SimulatedBudgets:
             finally:
                 self._thread_local.cross_head = None
 
-        with model.register_forward_pre_hook(collect_echo, with_kwargs=True):
-            yield
+        self._is_open = True
+        try:
+            with model.register_forward_pre_hook(collect_echo, with_kwargs=True):
+                yield
+        finally:
+            self._is_open = False
 
     def take(
         self, layer: int, text: NewTokens, prompts: list[int], by_row: Budgets, pins: Pins

@@ -35,7 +35,7 @@ from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.model_traits.latent_attention import to_absorbed_form, trace_latents
 from h2o.hf.model_traits.layer_kinds import kind_of, warn_of_windows
 from h2o.hf.model_traits.shared_keys import shared_key_layers
-from h2o.hf.model_traits.wrappers import unwrap
+from h2o.hf.model_traits.wrappers import input_device, unwrap
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.prompt.echo_scorer import PromptEcho, adapt_config
 from h2o.hf.rotary.model_rotary import ModelRotary
@@ -101,6 +101,7 @@ def simulated(
             text.
     """
     config = resolve_config(h2o_config, parameters).for_model(unwrap(model))
+    input_device(model)  # raises for a model without weights
     config, rotary, _ = adapt_config(model.config, config)
     pins = Pins.of(pinned, config.decay)
     prompt_length = check(config, masks, prompt_length, ratio_of, pins)
