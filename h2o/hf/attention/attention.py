@@ -29,15 +29,20 @@ from h2o.hf.model_traits.layer_kinds import CROSS_ATTENTION, cross_attention_lay
 from h2o.hf.model_traits.shared_keys import Pads, pads_of
 from h2o.sink_logits import softmax
 
+_OTHER = 'Call model.set_attn_implementation("sdpa") or "eager", and use no H2OCache'
+
 _FOREIGN = {
-    "sinks": "attention sinks under another name than s_aux",
-    "position_bias": "an additive position bias",
-    "block_indices": "block-sparse attention",
+    "sinks": f"attention sinks under another name than s_aux. {_OTHER}",
+    "position_bias": f"an additive position bias. {_OTHER}",
+    "block_indices": f"block-sparse attention. {_OTHER}",
     "cache": (
         "paged attention (continuous batching). If you gave the model cache=H2OCache(...): this "
         "version of transformers calls that argument past_key_values"
     ),
-    "output_attentions": "output_attentions=True (attention weights are never kept as a whole)",
+    "output_attentions": (
+        "output_attentions=True (attention weights are never kept as a whole). Use h2o.analyze(), "
+        'or without an H2OCache call model.set_attn_implementation("eager")'
+    ),
 }
 """Keyword arguments of attention functions that request attention which h2o does not support."""
 
