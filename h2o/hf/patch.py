@@ -29,7 +29,7 @@ from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_switch import CHANGING, AttentionSwitch
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.layers.cache_relative_variant import zero_positions
-from h2o.hf.model_traits.wrappers import check_pins, unwrap
+from h2o.hf.model_traits.wrappers import check_pins, generating_part, unwrap
 from h2o.utils.with_block import with_block
 
 SCORED = 8
@@ -194,7 +194,10 @@ class PatchStack:
     def before_forward(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give a forward pass an `H2OCache` where it would make another cache itself. Count it as a
         scored text where the config says use_cache=False, as it does once a Trainer is made."""
-        has_cache = compat.cache_in(kwargs) is not None or len(args) > self.cache_index
+        if len(args) > self.cache_index:
+            names = compat.parameters_of(model.forward)
+            args, kwargs = (), {**dict(zip(names, args, strict=False)), **kwargs}
+        has_cache = compat.cache_in(kwargs) is not None
         use_cache = kwargs.get("use_cache")
         is_default = use_cache is None
         if is_default:
@@ -245,7 +248,8 @@ def disable(model: Any) -> None:
     Raises:
         RuntimeError: the model is not enabled.
     """
-    enabled = [patch for patch in _patches_of(unwrap(model)) if not patch.is_block]
+    patches = _patches_of(generating_part(unwrap(model)))
+    enabled = [patch for patch in patches if not patch.is_block]
     if not enabled:
         raise RuntimeError("h2o is not enabled for this model")
     enabled[-1].undo()
@@ -283,7 +287,8 @@ def patched(
 
 
 def _apply(model: Any, config: H2OConfig, options: dict[str, Any], is_block: bool) -> Patch:
-    base = unwrap(model)  # inside PEFT and torch.compile, where generate() makes the cache
+    # inside PEFT, torch.compile and models such as BLIP-2, where generate() makes the cache
+    base = generating_part(unwrap(model))
     if not hasattr(base, PREPARE_CACHE):
         what = f"{type(model).__name__}{_hint(base)}"
         raise TypeError(f"expected a model of transformers with generate(), not {what}")

@@ -49,6 +49,7 @@ def config_of(model_type: str, **more):
             marks=needs_states,
         ),
         ("doge", {}, "its own attention pattern"),
+        ("kosmos-2", None, "its own attention pattern"),
         ("gemma2", {"use_bidirectional_attention": True}, "bidirectional"),
         *[
             pytest.param(name, None, words, marks=needs_states)

@@ -81,9 +81,11 @@ def h2o_attention_forward(
     layer: Any = getattr(key, "h2o_layer", None)
     if layer is not None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        error = find_unsupported(module, kwargs, attention_mask, sliding_window, causal)
-        if error is None and layer.guard.may_be_transformed:
+        error = None
+        if layer.guard.may_be_transformed:
             error = find_transform(query, key, value, s_aux)
+        if error is None:
+            error = find_unsupported(module, kwargs, attention_mask, sliding_window, causal)
         call = AttentionCall(
             module, query, key, value, attention_mask, scaling, softcap or 0.0, dropout,
             kwargs.get("position_ids"), kwargs.get("use_cache"), s_aux, error,
@@ -143,14 +145,15 @@ def find_unsupported(
 
 
 def find_transform(*tensors: Tensor | None) -> UnsupportedError | None:
-    """Error for tensors that belong to a torch.func transform or have a tangent, or None. The
-    operations cannot see values inside a transform, and would drop tangents."""
+    """Error for tensors that belong to a torch.func transform, have a tangent or are traced, or
+    None. The operations cannot see values inside a transform, and would drop tangents. A trace
+    would record their results as constants."""
     if not is_transformed(*tensors):
         return None
     return UnsupportedError(
         "attention through an H2OCache or h2o.simulated is not supported inside torch.func (grad, "
-        "jvp, vmap) or forward-mode differentiation (torch.autograd.forward_ad). Call the model "
-        'without H2O there, with use_cache=False and attn_implementation="eager"'
+        "jvp, vmap), torch.jit.trace or forward-mode differentiation (torch.autograd.forward_ad). "
+        'Call the model without H2O there, with use_cache=False and attn_implementation="eager"'
     )
 
 

@@ -64,8 +64,10 @@ def replace_attention(
         if layer not in layers:
             return full(), None
         causal = attention.looks_back_only(module, is_causal)
-        error = attention.find_unsupported(module, kwargs, attention_mask, sliding_window, causal)
-        error = error or attention.find_transform(query, key, value, kwargs.get("s_aux"))
+        error = attention.find_transform(query, key, value, kwargs.get("s_aux"))
+        error = error or attention.find_unsupported(
+            module, kwargs, attention_mask, sliding_window, causal
+        )
         if error is not None:
             raise error
         mask = None if attention_mask is None else attention_mask.bool()
