@@ -11,16 +11,20 @@ from torch.autograd import forward_ad
 
 
 def has_transforms() -> bool:
-    """Whether a transform of torch.func or forward-mode differentiation is active."""
+    """Whether a transform of torch.func, forward-mode differentiation or torch.jit.trace is
+    active."""
     is_forward = forward_ad._current_level >= 0
-    return is_forward or torch._C._functorch.peek_interpreter_stack() is not None
+    is_other = is_forward or torch._C._functorch.peek_interpreter_stack() is not None
+    return is_other or bool(torch.jit.is_tracing())
 
 
 def is_transformed(*tensors: Tensor | None) -> bool:
     """Whether a transform of torch.func wraps any of the tensors, or one has a tangent of
-    forward-mode differentiation."""
+    forward-mode differentiation, or torch.jit.trace records what is done to them."""
     if torch.compiler.is_compiling() or not has_transforms():
         return False
+    if torch.jit.is_tracing():
+        return True
     with torch._C.DisableTorchFunctionSubclass():
         given = [x for x in tensors if x is not None]
         is_hidden = any(map(torch._C._functorch.is_functorch_wrapped_tensor, given))

@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from types import MethodType
 from typing import Any
 
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 from transformers.generation import GenerationMode
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 from typing_extensions import Unpack
@@ -29,7 +29,7 @@ from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_switch import CHANGING, AttentionSwitch
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.layers.cache_relative_variant import zero_positions
-from h2o.hf.model_traits.wrappers import check_pins, input_device, unwrap
+from h2o.hf.model_traits.wrappers import check_pins, generating_part, input_device, unwrap
 from h2o.utils.with_block import with_block
 
 SCORED = 8
@@ -64,7 +64,7 @@ class Patch:
     is_block: bool
     cache: H2OCache | None = None
     pass_cache: H2OCache | None = None  # the latest of a direct forward pass
-    scored: int = 0  # caches of direct forward passes that never got a second token
+    scored: int = 0  # direct forward passes that no second token followed
 
     def __post_init__(self) -> None:
         self.switch = AttentionSwitch("patched" if self.is_block else "enabled", "h2o")
@@ -87,11 +87,15 @@ class Patch:
         """Make a fresh cache for a direct forward pass."""
         last = self.pass_cache
         if last is not None and last.is_prompt_only():
-            self.scored += 1
-            if self.scored == SCORED:
-                warnings.warn(_UNAFFECTED, stacklevel=2)
+            self.count_scored()
         cache = self.pass_cache = self.make_cache()
         return cache
+
+    def count_scored(self) -> None:
+        """Count a text that was scored in a single forward pass, and warn if there are many."""
+        self.scored += 1
+        if self.scored == SCORED:
+            warnings.warn(_UNAFFECTED, stacklevel=2)
 
     def apply(self) -> None:
         """Patch the model. Raises what `enable` raises, and then leaves the model as it was."""
@@ -207,15 +211,22 @@ class PatchStack:
         )
 
     def before_forward(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Give a forward pass an `H2OCache` where it would make another cache itself."""
-        has_cache = compat.cache_in(kwargs) is not None or len(args) > self.cache_index
+        """Give a forward pass an `H2OCache` where it would make another cache itself. Count it as a
+        scored text where the config says use_cache=False, as it does once a Trainer is made."""
+        if len(args) > self.cache_index:
+            names = compat.parameters_of(model.forward)
+            args, kwargs = (), {**dict(zip(names, args, strict=False)), **kwargs}
+        has_cache = compat.cache_in(kwargs) is not None
         use_cache = kwargs.get("use_cache")
-        if use_cache is None:
+        is_default = use_cache is None
+        if is_default:
             use_cache = getattr(model.config.get_text_config(decoder=True), "use_cache", True)
-        wants_cache = use_cache and not has_cache and not model.training
-        if wants_cache and (patch := self.active_patch()) is not None:
+        patch = None if has_cache or model.training else self.active_patch()
+        if patch is not None and use_cache:
             cache = compat.with_cache(patch.make_pass_cache())
             kwargs = {**compat.without_cache(kwargs), **cache, "use_cache": True}
+        elif patch is not None and is_default:
+            patch.count_scored()
         return args, zero_positions(args, kwargs)
 
     def _original(self, name: str) -> Any:
@@ -257,7 +268,8 @@ def disable(model: Any) -> None:
     Raises:
         RuntimeError: the model is not enabled.
     """
-    enabled = [patch for patch in _patches_of(unwrap(model)) if not patch.is_block]
+    patches = _patches_of(generating_part(unwrap(model)))
+    enabled = [patch for patch in patches if not patch.is_block]
     if not enabled:
         raise RuntimeError("h2o is not enabled for this model")
     enabled[-1].undo()
@@ -295,16 +307,30 @@ def patched(
 
 
 def _apply(model: Any, config: H2OConfig, options: dict[str, Any], is_block: bool) -> Patch:
-    base = unwrap(model)  # inside PEFT and torch.compile, where generate() makes the cache
+    # inside PEFT, torch.compile and models such as BLIP-2, where generate() makes the cache
+    base = generating_part(unwrap(model))
     if not hasattr(base, PREPARE_CACHE):
-        hint = "; for a pipeline pass its .model" if hasattr(base, "model") else ""
-        name = type(model).__name__
-        raise TypeError(f"expected a model of transformers with generate(), not {name}{hint}")
+        what = f"{type(model).__name__}{_hint(base)}"
+        raise TypeError(f"expected a model of transformers with generate(), not {what}")
     check_pins(model, options["pinned"])
     patch = Patch(base, config.for_model(base), options, is_block)
     input_device(base)  # raises for a model without weights
     patch.apply()
     return patch
+
+
+def _hint(model: Any) -> str:
+    """What to do instead of patching an object without generate()."""
+    if hasattr(getattr(model, "model", None), PREPARE_CACHE):
+        return "; for a pipeline pass its .model"
+    if hasattr(getattr(model, "module", None), PREPARE_CACHE):  # DataParallel
+        return "; pass its .module"
+    if isinstance(model, PreTrainedModel):
+        return (
+            ". Without generate() a text takes one forward pass, which evicts nothing. "
+            "h2o.simulated() shows what a budget would change"
+        )
+    return ""
 
 
 def _patches_of(model: Any) -> list[Patch]:

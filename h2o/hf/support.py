@@ -45,6 +45,7 @@ _UNSUPPORTED_TYPES = {
     "inkling2_text": _BIAS,
     "inkling_text": _BIAS,
     "jetmoe": "it repeats all KV heads between cache and attention",
+    "kosmos-2": _PATTERN,
     "minimax": "it accepts only its own class of cache",
     "paligemma": "its attention is bidirectional within the prompt (a prefix language model)",
     "xlstm": "it has a state instead of keys",

@@ -49,6 +49,7 @@ def config_of(model_type: str, **more):
             marks=needs_states,
         ),
         ("doge", {}, "its own attention pattern"),
+        ("kosmos-2", None, "its own attention pattern"),
         ("gemma2", {"use_bidirectional_attention": True}, "bidirectional"),
         *[
             pytest.param(name, None, words, marks=needs_states)
@@ -207,11 +208,11 @@ def test_output_attentions(name):
 @pytest.mark.parametrize(
     ("keyword", "words"),
     [
-        ("sinks", "attention sinks"),
-        ("position_bias", "additive position bias"),
-        ("block_indices", "block-sparse"),
+        ("sinks", "attention sinks.*sdpa"),
+        ("position_bias", "additive position bias.*sdpa"),
+        ("block_indices", "block-sparse.*sdpa"),
         ("cache", "paged attention"),
-        ("output_attentions", "output_attentions=True"),
+        ("output_attentions", "output_attentions=True.*eager"),
     ],
 )
 def test_foreign_keywords_of_attention(keyword, words, cached):

@@ -29,15 +29,20 @@ from h2o.hf.model_traits.layer_kinds import CROSS_ATTENTION, cross_attention_lay
 from h2o.hf.model_traits.shared_keys import Pads, pads_of
 from h2o.sink_logits import softmax
 
+_OTHER = 'Call model.set_attn_implementation("sdpa") or "eager", and use no H2OCache'
+
 _FOREIGN = {
-    "sinks": "attention sinks under another name than s_aux",
-    "position_bias": "an additive position bias",
-    "block_indices": "block-sparse attention",
+    "sinks": f"attention sinks under another name than s_aux. {_OTHER}",
+    "position_bias": f"an additive position bias. {_OTHER}",
+    "block_indices": f"block-sparse attention. {_OTHER}",
     "cache": (
         "paged attention (continuous batching). If you gave the model cache=H2OCache(...): this "
         "version of transformers calls that argument past_key_values"
     ),
-    "output_attentions": "output_attentions=True (attention weights are never kept as a whole)",
+    "output_attentions": (
+        "output_attentions=True (attention weights are never kept as a whole). Use h2o.analyze(), "
+        'or without an H2OCache call model.set_attn_implementation("eager")'
+    ),
 }
 """Keyword arguments of attention functions that request attention which h2o does not support."""
 
@@ -76,9 +81,11 @@ def h2o_attention_forward(
     layer: Any = getattr(key, "h2o_layer", None)
     if layer is not None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        error = find_unsupported(module, kwargs, attention_mask, sliding_window, causal)
-        if error is None and layer.guard.may_be_transformed:
+        error = None
+        if layer.guard.may_be_transformed:
             error = find_transform(query, key, value, s_aux)
+        if error is None:
+            error = find_unsupported(module, kwargs, attention_mask, sliding_window, causal)
         call = AttentionCall(
             module, query, key, value, attention_mask, scaling, softcap or 0.0, dropout,
             kwargs.get("position_ids"), kwargs.get("use_cache"), s_aux, error,
@@ -138,14 +145,15 @@ def find_unsupported(
 
 
 def find_transform(*tensors: Tensor | None) -> UnsupportedError | None:
-    """Error for tensors that belong to a torch.func transform or have a tangent, or None. The
-    operations cannot see values inside a transform, and would drop tangents."""
+    """Error for tensors that belong to a torch.func transform, have a tangent or are traced, or
+    None. The operations cannot see values inside a transform, and would drop tangents. A trace
+    would record their results as constants."""
     if not is_transformed(*tensors):
         return None
     return UnsupportedError(
         "attention through an H2OCache or h2o.simulated is not supported inside torch.func (grad, "
-        "jvp, vmap) or forward-mode differentiation (torch.autograd.forward_ad). Call the model "
-        'without H2O there, with use_cache=False and attn_implementation="eager"'
+        "jvp, vmap), torch.jit.trace or forward-mode differentiation (torch.autograd.forward_ad). "
+        'Call the model without H2O there, with use_cache=False and attn_implementation="eager"'
     )
 
 

@@ -69,8 +69,10 @@ def replace_attention(
         if layer not in layers:
             return full(), None
         causal = attention.looks_back_only(module, is_causal)
-        error = attention.find_unsupported(module, kwargs, attention_mask, sliding_window, causal)
-        error = error or attention.find_transform(query, key, value, kwargs.get("s_aux"))
+        error = attention.find_transform(query, key, value, kwargs.get("s_aux"))
+        error = error or attention.find_unsupported(
+            module, kwargs, attention_mask, sliding_window, causal
+        )
         if error is not None:
             has_4d_mask = attention_mask is not None and attention_mask.ndim > 2
             raise UnsupportedError(_COMPILED) if has_4d_mask and _is_called_compiled() else error

@@ -243,16 +243,7 @@ class H2OCache(CacheInspection):
                 which.
             OSError: the file does not exist or cannot be read.
         """
-        content, tensors = cache_file.read(Path(path), model)
-        loaded = cls(model, **cache_file.arguments(content))
-        where = cache_file.target_device(model) if device is None else device
-        cache_file.fill(loaded.layers, content, {name: x.to(where) for name, x in tensors.items()})
-        try:
-            loaded._check_complete()
-        except RuntimeError as error:
-            raise ValueError(f"{path}: {error}") from error
-        cache_file.restore_guard(loaded.guard, content)
-        loaded.echo_replacement = content["settings"].get("not_dealt", "")
+        loaded: H2OCache = cache_file.read(cls, Path(path), model, device)
         return loaded
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:

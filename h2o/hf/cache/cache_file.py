@@ -78,7 +78,22 @@ def write(path: Path, cache: Any, model: Any = None) -> None:
             raise OSError(f"{path} could not be written: {reason}") from error
 
 
-def read(path: Path, model: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read(cls: Any, path: Path, model: Any, device: Any) -> Any:
+    """Make a cache of the class `cls` from a file; see `H2OCache.load`."""
+    content, tensors = _read_content(path, model)
+    loaded = cls(model, **_arguments(content))
+    where = _target_device(model) if device is None else device
+    _fill(loaded.layers, content, {name: x.to(where) for name, x in tensors.items()})
+    try:
+        loaded._check_complete()
+    except RuntimeError as error:
+        raise ValueError(f"{path}: {error}") from error
+    _restore_guard(loaded.guard, content)
+    loaded.echo_replacement = content["settings"].get("not_dealt", "")
+    return loaded
+
+
+def _read_content(path: Path, model: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read and check a file. Return its JSON content, with `settings["config"]` as an `H2OConfig`,
     and its tensors.
 
@@ -128,13 +143,13 @@ def _difference(model: Any, shape: dict[str, Any], settings: dict[str, Any]) -> 
     return difference(model, shape, {}) or settings_difference(model, settings)
 
 
-def target_device(model: Any) -> Any:
+def _target_device(model: Any) -> Any:
     """Device to load tensors to: the model's, or the CPU if the model is offloaded ("meta")."""
     device = torch.device(getattr(model, "device", "cpu"))  # a config has none
     return "cpu" if device.type == "meta" else device
 
 
-def fill(layers: list[Any], content: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def _fill(layers: list[Any], content: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Restore new layers from the result of `read`. The layers use the tensors without copying.
 
     Raises:
@@ -155,7 +170,7 @@ def fill(layers: list[Any], content: dict[str, Any], tensors: dict[str, Tensor])
             raise ValueError(f"layer {index} was written by another version: {error}") from error
 
 
-def arguments(content: dict[str, Any]) -> dict[str, Any]:
+def _arguments(content: dict[str, Any]) -> dict[str, Any]:
     """Arguments with which `H2OCache` makes an empty cache like the saved one."""
     settings = content["settings"]
     return {
@@ -166,7 +181,7 @@ def arguments(content: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def restore_guard(guard: PassGuard, content: dict[str, Any]) -> None:
+def _restore_guard(guard: PassGuard, content: dict[str, Any]) -> None:
     """Restore the pins, the padding, the digest of the text and, if known, `rope_deltas`."""
     guard.pins = Pins.from_dict(content["pins"])
     guard.ends_in_padding = content.get("ends_in_padding", [])

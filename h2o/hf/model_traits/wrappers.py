@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
+from transformers import GenerationMixin
 
 from h2o import compat_wrappers
 from h2o.compat_wrappers import num_virtual_tokens
@@ -27,6 +29,22 @@ def unwrap(model: Any) -> Any:
         if inner is None:
             return model
         model = inner
+
+
+def generating_part(model: Any) -> Any:
+    """The part of a model that generates, where the model's own `generate()` calls that of its
+    language model, as in BLIP-2 and Qwen2.5-Omni. Otherwise the model."""
+    is_generating = isinstance(model, GenerationMixin)
+    code = inspect.unwrap(type(model).generate).__code__ if is_generating else None
+    if code is None or code is inspect.unwrap(GenerationMixin.generate).__code__:
+        return model
+    if "__class__" in code.co_freevars:  # it calls super().generate()
+        return model
+    text = model.config.get_text_config(decoder=True)
+    named = [getattr(model, name, None) for name in code.co_names]
+    parts: list[Any] = [part for part in named if isinstance(part, GenerationMixin)]
+    ours = (part for part in parts if part.config.get_text_config(decoder=True) is text)
+    return next(ours, model)
 
 
 def input_device(model: Any) -> torch.device:
