@@ -62,11 +62,10 @@ def full(like: Tensor, shape: tuple[int, ...], value: int, dtype: str | None = N
     return tensor
 
 
-def masked_array_class() -> type | tuple[()]:
-    """The class of NumPy's masked arrays, for `isinstance`; () while numpy.ma, which NumPy imports
-    on first use, is not imported and so no masked array can exist."""
-    masked = sys.modules.get("numpy.ma")
-    return () if masked is None else masked.MaskedArray
+def may_be_masked(leader: Tensor) -> bool:
+    """Whether an operand may be a masked array of NumPy. `leader`: the call's first tensor, whose
+    library the others usually share."""
+    return isinstance(leader, np.ndarray)
 
 
 def grad_enabled() -> bool:
@@ -81,14 +80,14 @@ def check_memory(tensors: dict[str, Tensor]) -> None:
     Raises: BufferError for a tensor that requires grad, if torch records gradients, and for a
     masked array.
     """
-    records, masked = grad_enabled(), masked_array_class()
+    records = grad_enabled()
     for name, tensor in tensors.items():
         if records and getattr(tensor, "requires_grad", False):
             raise BufferError(
                 f"{name}: requires grad, but h2o's operations are not differentiable; "
                 "call them under torch.no_grad() or pass tensor.detach()"
             )
-        if isinstance(tensor, masked):
+        if isinstance(tensor, np.ma.MaskedArray):
             raise BufferError(
                 f"{name}: is a masked array, whose mask would be ignored; pass mask= for padding, "
                 "and array.filled(0) or array.data"
