@@ -83,9 +83,10 @@ def _torch_backend() -> SimpleNamespace:
 
         def operation(*operands: Any) -> None:
             if operands[0].is_meta:
+                leader = "keys" if name == "evict" else "query"
                 raise BufferError(
-                    'the tensors are on the device "meta", so they have no values: if a model made '
-                    "them, load its weights, as with h2o.load_model(name) or from_pretrained(name)"
+                    f'{leader}: is on the device "meta", so it has no values; if a model made it, '
+                    "load its weights, as with h2o.load_model(name) or from_pretrained(name)"
                 )
             cuda.check_operands(name, *operands)
             run(*operands)
