@@ -3,6 +3,7 @@ which wrap models, layers and tensors. `h2o.compat` has the names of transformer
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 import torch
@@ -16,6 +17,15 @@ def has_transforms() -> bool:
     is_forward = forward_ad._current_level >= 0
     is_other = is_forward or torch._C._functorch.peek_interpreter_stack() is not None
     return is_other or bool(torch.jit.is_tracing())
+
+
+def is_called_compiled() -> bool:
+    """Whether a compiled model or function called the caller. transformers then gives attention a
+    4-D mask, though the user gave none."""
+    if torch.compiler.is_compiling():
+        return True
+    callers = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(None))
+    return any(type(caller).__name__ == "OptimizeContext" for caller in callers)
 
 
 def is_transformed(*tensors: Tensor | None) -> bool:

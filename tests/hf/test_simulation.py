@@ -603,8 +603,9 @@ def test_a_compiled_model():
         with pytest.raises(h2o.UnsupportedError, match=r"do not support torch\.compile"):
             compiled(text(), use_cache=False)
         model(text(), use_cache=False)
-        with pytest.raises(h2o.UnsupportedError, match="4-D masks"):
-            model(text(), use_cache=False, attention_mask=torch.ones(1, 1, 40, 40).bool())
+        for uncompiled in (model, torch.compiler.disable(model)):
+            with pytest.raises(h2o.UnsupportedError, match="4-D masks"):
+                uncompiled(text(), use_cache=False, attention_mask=torch.ones(1, 1, 40, 40).bool())
 
 
 def test_models_that_cannot_be_served():

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import itertools
 import threading
-import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from h2o import compat
+from h2o import compat, compat_wrappers
 from h2o.errors import UnsupportedError
 from h2o.hf.attention import attention
 from h2o.hf.attention.attention_call import AttentionCall, as_autocast, as_operand
@@ -69,13 +67,14 @@ def replace_attention(
         if layer not in layers:
             return full(), None
         causal = attention.looks_back_only(module, is_causal)
-        error = attention.find_transform(query, key, value, kwargs.get("s_aux"))
-        error = error or attention.find_unsupported(
-            module, kwargs, attention_mask, sliding_window, causal
-        )
+        if error := attention.find_transform(query, key, value, kwargs.get("s_aux")):
+            raise error
+        error = attention.find_unsupported(module, kwargs, attention_mask, sliding_window, causal)
         if error is not None:
             has_4d_mask = attention_mask is not None and attention_mask.ndim > 2
-            raise UnsupportedError(_COMPILED) if has_4d_mask and _is_called_compiled() else error
+            if has_4d_mask and compat_wrappers.is_called_compiled():
+                raise UnsupportedError(_COMPILED)
+            raise error
         mask = None if attention_mask is None else attention_mask.bool()
         tensors = as_autocast(query, key, value)
         cached = hasattr(key, "h2o_layer")
@@ -136,15 +135,6 @@ _COMPILED = (
     "h2o.simulated(), h2o.analyze() and h2o.calibrate() do not support torch.compile: call the "
     "model itself, not what torch.compile(model) returned, and not after model.compile()"
 )
-
-
-def _is_called_compiled() -> bool:
-    """Whether a compiled model called the caller. transformers then gives attention a 4-D mask,
-    though the user gave none."""
-    if torch.compiler.is_compiling():
-        return True
-    files = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
-    return any("_dynamo" in Path(file).parts for file in files)
 
 
 class _SharedModules:
