@@ -137,13 +137,16 @@ def run(options: argparse.Namespace) -> int:
             options.parser.error(str(error))
     from h2o.errors import UnsupportedError, UserError
     from h2o.models import quiet_libraries
+    from h2o.utils.processes import leave_group
 
     try:
         if options.entry.loads_model:
             if "OMP_WAIT_POLICY" not in os.environ:
                 os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
             quiet_libraries()
-        return options.module.run(options.parser, options)
+        code: int = options.module.run(options.parser, options)
+        leave_group()
+        return code
     except (UserError, UnsupportedError) as error:
         return report_error(options.parser, error)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 from h2o.errors import UserError
 
@@ -29,3 +30,11 @@ def world_size() -> int:
 def is_first() -> bool:
     """Whether this is the first of the launched processes, the one that prints."""
     return world_size() == 1 or os.environ["RANK"] == "0"
+
+
+def leave_group() -> None:
+    """Leave torch's process group, if this process is in one. Otherwise its threads may still run
+    when Python exits, which then aborts the process (SIGABRT)."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
