@@ -2,10 +2,10 @@
 
     python -m benchmarks.serving_quality wikitext2_test.txt --skip 4 --limit 40
 
-The measure is the KL divergence of the next token's distribution from that of vLLM with bfloat16
-keys and values. The first tokens of each window are a context, which h2o cuts to its budget. The
-divergence is measured at the tokens after it. vLLM's own 8-bit caches keep every token. vLLM
-returns only the most likely tokens of each distribution, and all others count as one, so the
+The measure is the KL divergence of the next token's distribution from that of vLLM with a full
+cache in the model's dtype. The first tokens of each window are a context, which h2o cuts to its
+budget. The divergence is measured at the tokens after it. vLLM's own 8-bit caches keep every token.
+vLLM returns only the most likely tokens of each distribution, and all others count as one, so the
 figures are close lower bounds. The engines run in a separate environment under h2o's cache folder.
 """
 
@@ -44,6 +44,7 @@ def engines(dtype: str) -> list[tuple[str, str, dict[str, Any]]]:
     def evicting(
         preset: str, share: float, kv_dtype: str | None
     ) -> tuple[str, str, dict[str, Any]]:
+        # A share of a float32 cache's bytes holds twice as many quantized keys as one of bfloat16.
         part = share / 2 if kv_dtype and dtype == "float32" else share
         budget = {"preset": preset, "budget": part, "budget_unit": "bytes", "kv_dtype": kv_dtype}
         return f"h2o, {preset}, {kv_dtype or dtype}", f"{share:.0%}", by_h2o(**budget)

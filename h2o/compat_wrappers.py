@@ -15,8 +15,8 @@ def has_transforms() -> bool:
     """Whether a transform of torch.func, forward-mode differentiation or torch.jit.trace is
     active."""
     is_forward = forward_ad._current_level >= 0
-    is_other = is_forward or torch._C._functorch.peek_interpreter_stack() is not None
-    return is_other or bool(torch.jit.is_tracing())
+    is_func = torch._C._functorch.peek_interpreter_stack() is not None
+    return is_forward or is_func or bool(torch.jit.is_tracing())
 
 
 def is_called_compiled() -> bool:

@@ -30,10 +30,10 @@ from h2o.errors import UnsupportedError
 from h2o.hf.batching.compiled_prefill import CompiledPrefill
 from h2o.hf.batching.system_turn import system_span
 from h2o.hf.cache.cache import H2OCache
+from h2o.hf.cache.cache_plan import get_plan
 from h2o.hf.cache.continuation import check_ids
 from h2o.hf.cache_state.pins import Pins
 from h2o.hf.model_traits.wrappers import check_pins, input_device, model_after_prompt
-from h2o.hf.prompt.echo_scorer import adapt_config
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope, positions_after
 from h2o.hf.support import text_config_of
 from h2o.number_checks import check_count, check_seed
@@ -178,7 +178,7 @@ class Settings:
         config = self.config
         if request.config is not None:
             config = request.config.for_model(self.model)
-            config = adapt_config(text_config_of(self.model.config), config).config
+            config = get_plan(self.model, text_config_of(self.model.config), config).h2o_config
             budgets = {
                 name: getattr(self.config, name) for name in ("heavy", "recent", "budget_unit")
             }

@@ -241,13 +241,11 @@ _HEAD = ("layer", "seen", "kept", "evicted", "budget", "KV bytes", "full cache",
 
 def _row(layer: LayerReport) -> tuple[str, ...]:
     name = layer.kind if layer.layer < 0 else str(layer.layer)
-    others = layer.kind not in ("h2o", "total")
-    if others:
-        name, seen = f"{name} ({layer.kind})", ["", "", "", ""]
+    if layer.kind not in ("h2o", "total"):
+        name, seen, share = f"{name} ({layer.kind})", ["", "", "", ""], ""
     else:
         seen = [_span(x) for x in (layer.seen, layer.kept, layer.evicted, layer.budget)]
-    share = "-" if math.isnan(layer.share_evicted) else f"{layer.share_evicted:.1%}"
-    share = "" if others else share
+        share = "-" if math.isnan(layer.share_evicted) else f"{layer.share_evicted:.1%}"
     return (name, *seen, f"{layer.bytes_held:,}", f"{layer.bytes_full:,}", share)
 
 
