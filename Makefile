@@ -181,7 +181,7 @@ NOT_RUN := $(call left_out,avx2,avx2) $(call left_out,avx512,avx512bw) \
 	$(call left_out,avx512amxint8,amx_int8)
 LEVEL_OR_NONE = $(if $(filter $*,$(NOT_RUN)),-DLEVEL=$(*:cpu/level_%=%) tests/c/no_level.c,$<)
 
-$(OUT)/%.o: csrc/%.c $(HEADERS) tests/c/no_level.c
+$(OUT)/%.o: csrc/%.c $(HEADERS) tests/c/no_level.c tests/c/amx.h
 	@mkdir -p $(@D)
 	$(CC) $(C_FLAGS) -c $(LEVEL_OR_NONE) -o $@
 

@@ -119,7 +119,7 @@ static const struct {
     {&h2o_ops_avx512, {"avx512f", "avx512bw", "avx512vl", "avx512dq"}},
     {&h2o_ops_avx512bf16, {"avx512_bf16", "avx512_vnni"}},
 #if defined(H2O_LEVEL_AMX)
-    {&h2o_ops_avx512amxint8, {"amx_tile", "amx_int8"}},
+    {&h2o_ops_avx512amxint8, {"amx_tile", "amx_int8", "amx_bf16"}},
     {&h2o_ops_avx512amx, {"amx_bf16"}},
 #endif
 #elif defined(H2O_LEVELS_ARM)

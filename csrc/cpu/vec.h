@@ -22,6 +22,7 @@
  *   vf_hsum vf_hmax         over all lanes, in a fixed order
  *   vf_exp2_parts(x, *f)    x = i + f with |f| <= 1/2, returns i as a float
  *   vf_scale2(x, i)         x * 2^i for integral i in -125..127; NaN if both are
+ *   vf_scale2_from(least, x, i)  the same, but 0 where i < least; instead of vf_scale2 (AVX-512)
  *   vf_load_f16 _bf16, vf_store_f16 _bf16, and with _n: conversions
  *   vf_set1_f16(p)          the f16 at p in all lanes
  *   vf_load_i8(p)           VL signed bytes
@@ -89,6 +90,10 @@ VEC void vf_zip_bf16(vf a, vf b, vf *lo, vf *hi) { *lo = a, *hi = b; }
 #endif
 
 #ifndef H2O_VEC_AVX512
+VEC vf vf_scale2_from(vf least, vf x, vf i) {
+    return vf_less(i, least, vf_zero(), vf_scale2(x, i));
+}
+
 VEC void vf_load_u4_as(const void *p, vf scale, vf minimum, vf *low, vf *high) {
     *low = vf_fma(vf_load_u4(p, false), scale, minimum);
     *high = vf_fma(vf_load_u4(p, true), scale, minimum);
@@ -119,7 +124,7 @@ VEC void vf_store_as_n(void *p, h2o_dtype type, vf x, int n) {
 
 /* ---- Functions --------------------------------------------------------- */
 
-/* 2^x for x <= 127; NaN stays NaN. Below -125, and for -infinity, exactly 0, so that the result is
+/* 2^x for x <= 127; NaN stays NaN. Below -125.5, and for -infinity, exactly 0, so that the result is
  * never subnormal; 2^0 is exactly 1.
  * A polynomial of degree 5 on [-1/2, 1/2], fitted for the smallest relative error with the constant
  * term fixed at 1. The error is 9e-8, with rounding 1.7e-7. */
@@ -132,7 +137,7 @@ VEC vf vf_exp2(vf x) {
     p = vf_fma(p, f, vf_set1(2.4022242e-1f));
     p = vf_fma(p, f, vf_set1(6.93147e-1f));
     p = vf_fma(p, f, vf_set1(1.0f));
-    return vf_less(x, vf_set1(-125.0f), vf_zero(), vf_scale2(p, integer));
+    return vf_scale2_from(vf_set1(-125.0f), p, integer);
 }
 
 /* tanh(x) with a relative error of about 2e-7: an odd polynomial near 0, where the formula with the

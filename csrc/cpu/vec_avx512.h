@@ -41,12 +41,13 @@ VEC float vf_hsum(vf x) { return _mm512_reduce_add_ps(x); }
 VEC float vf_hmax(vf x) { return _mm512_reduce_max_ps(x); }
 
 VEC vf vf_exp2_parts(vf x, vf *f) {
-    const vf integer = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    *f = _mm512_sub_ps(x, integer);
-    return integer;
+    *f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return _mm512_sub_ps(x, *f);
 }
 
-VEC vf vf_scale2(vf x, vf i) { return _mm512_scalef_ps(x, i); }
+VEC vf vf_scale2_from(vf least, vf x, vf i) {
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(i, least, _CMP_NLT_UQ), x, i);
+}
 
 VEC __m256i half_n(const void *p, int n) { return _mm256_maskz_loadu_epi16(lanes_below(n), p); }
 

@@ -33,10 +33,13 @@
  *   vf_transpose_pairs(x)   x[4] of VL rows become the scales of the first group, its minima, and
  *                           the scales and minima of the second
  *
- * with H2O_TILE_BYTES, if a matrix unit multiplies bytes (step_bytes_tiles.inc):
+ * with H2O_TILE_BYTES, if a matrix unit multiplies bytes and bf16 (step_unit.inc):
  *
  *   vb_even_quarters(a, b)  the first and third quarter of the lanes of each; and vb_odd_quarters
  *   vb_transpose(x)         x[4]: lane i of quarter k in x[j] becomes lane 4 * j + k of x[i]
+ *   vb_zip_words(a, b, *lo, *hi)     16-bit words, alternating, of each quarter's halves
+ *   vb_zip_quarters(a, b, *lo, *hi)  quarters, alternating, of the first halves and of the second
+ *   vf_gather_f16(p, stride)         VL f16 that are `stride` bytes apart, as floats
  *
  * and with H2O_MATRIX_BYTES, if two rows of eight bytes are multiplied by two others at once, so
  * that both limbs of a query are one factor:

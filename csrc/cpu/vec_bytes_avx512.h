@@ -118,6 +118,28 @@ VEC vf vf_from_f16(const uint16_t h[VL]) {
 #undef FOUR
 }
 
+#ifdef H2O_TILE_BYTES
+VEC void vb_zip_words(vb a, vb b, vb *lo, vb *hi) {
+    *lo = _mm512_unpacklo_epi16(a, b);
+    *hi = _mm512_unpackhi_epi16(a, b);
+}
+
+VEC void vb_zip_quarters(vb a, vb b, vb *lo, vb *hi) {
+    const vb first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11),
+             second = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+    *lo = _mm512_permutex2var_epi64(a, first, b);
+    *hi = _mm512_permutex2var_epi64(a, second, b);
+}
+
+/* Gathers words that end with the f16, since a row may end there. */
+VEC vf vf_gather_f16(const char *first, int64_t stride) {
+    const vb lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const vb at = _mm512_mullo_epi32(lane, vb_set1((int32_t)stride));
+    const vb words = _mm512_i32gather_epi32(at, first - 2, 1);
+    return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(words, 16)));
+}
+#endif
+
 VEC vf vf_load_pairs(const char *const p[4]) {
     const __m128i a = _mm_unpacklo_epi64(_mm_loadl_epi64((const __m128i *)p[0]),
                                          _mm_loadl_epi64((const __m128i *)p[1])),

@@ -450,7 +450,8 @@ int main(void) {
         {2, 3, 520, 192, H2O_Q8, H2O_Q8, 1},     {6, 4, 150, 128, H2O_Q8, H2O_Q4, 1},
         {6, 4, 150, 64, H2O_Q8, H2O_Q8, 1},      {2, 5, 300, 512, H2O_Q8, H2O_Q4, 1},
         {6, 4, 150, 128, H2O_NONE, H2O_NONE, 1}, {6, 1, 150, 64, H2O_NONE, H2O_NONE, 1},
-        {2, 2, 150, 64, H2O_Q8, H2O_Q4, CHUNK},  {1, 2, 80, 64, H2O_NONE, H2O_NONE, 80},
+        {2, 9, 300, 96, H2O_NONE, H2O_NONE, 1},  {2, 2, 150, 64, H2O_Q8, H2O_Q4, CHUNK},
+        {1, 2, 80, 64, H2O_NONE, H2O_NONE, 80},
     };
     h2o_error error;
     CHECK(setenv("H2O_THREADS", "3", 1) == 0 && h2o_init(&error) == H2O_OK);

@@ -152,6 +152,33 @@ def in_plain_torch(scenario: Scenario, engine, drawn: Text, want: Answers):
     return as_float64((p @ v).transpose(1, 2)), as_float64(scores)
 
 
+# ---- Many rows over many keys -------------------------------------------------------------------
+
+
+def test_rows_that_share_keys_larger_than_a_cache():
+    """With a matrix unit, groups of several blocks of rows share packed keys of more than 1 MB
+    (attend_row_split.inc). Here groups have three blocks, the last group has two, and the last
+    block is not full. With as many keys as the store has room for, groups would have two."""
+    random = torch.Generator().manual_seed(3)
+    R, Q, stored, room, D = 12, 1100, 1003, 12000, 256
+    n, dtype = stored + Q, torch.bfloat16
+    query, keys, values = (
+        torch.randn(1, *size, D, generator=random).to(dtype) for size in ((R, Q), (1, n), (1, n))
+    )
+    slots = ops.new_slots(keys, room, room)
+    held = (x[:, :, :stored].contiguous() for x in (keys, values))
+    ops.evict(*held, torch.zeros(1, 1, stored), slots)
+    out, scores = ops.attend(query, keys[:, :, stored:], values[:, :, stored:], slots)
+
+    weights = (query[0].float() @ keys[0, 0].float().T).mul_(D**-0.5)
+    weights.masked_fill_(torch.ones(Q, n, dtype=torch.bool).triu(stored + 1), -torch.inf)
+    weights = weights.softmax(-1)
+    want = (weights @ values[0, 0].float()).transpose(0, 1)[None]
+    received = torch.cat([slots.scores[0, 0, :stored], scores[0, 0]])
+    torch.testing.assert_close(received, weights.sum((0, 1)), rtol=1e-4, atol=1e-4)
+    assert_as_good(*map(as_float64, (out, want.to(dtype), want)))
+
+
 # ---- Simulation ---------------------------------------------------------------------------------
 
 

@@ -245,7 +245,7 @@ class Scheduler:
 def _next_tokens(requests: list[ActiveRequest], logits: Tensor) -> list[Exception | None]:
     """Choose each request's next token from its row of logits [n, vocabulary]. Returns for each
     request the exception that this raised, or None."""
-    best = logits.float().argmax(-1).tolist()  # torch's argmax is five times slower in 16 bits
+    best = logits.max(-1).indices.tolist()  # argmax takes five times as long in 16 bits
     raised: list[Exception | None] = [None] * len(requests)
     for row, running in enumerate(requests):
         try:
