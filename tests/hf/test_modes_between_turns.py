@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -56,18 +57,35 @@ def test_autocast_ends_or_begins(case, begins):
     name, chosen = case
     ours = shared(name)
     modes = (contextlib.nullcontext, autocast) if begins else (autocast, contextlib.nullcontext)
-    config, (prompt, question) = config_of(chosen, ours), prompts(40, 5)
+    config = config_of(chosen, ours)
     for backend in (contextlib.nullcontext, backends.by_torch):
         with backend():
             assert turns(ours, H2OCache(ours.config, config), *modes)
-    logits = []
-    for first, second in (modes, [contextlib.nullcontext] * 2):
-        cache = H2OCache(ours.config, config)
-        with first():
-            ours(prompt, **with_cache(cache))
-        with second():
-            logits.append(ours(question[:, :1], **with_cache(cache)).logits.float())
-    assert (logits[0] - logits[1]).abs().mean() < 0.2 * logits[1].abs().mean()
+    for seed in range(5):
+        mixed, plain = (
+            continued(ours, config, prompts(40, 1, seed=seed), *of)
+            for of in (modes, [contextlib.nullcontext] * 2)
+        )
+        if all(map(torch.equal, mixed.kept, plain.kept)):  # else two keys' ranks are nearly equal
+            break
+    assert (mixed.logits - plain.logits).abs().mean() < 0.2 * plain.logits.abs().mean()
+
+
+class Continued(NamedTuple):
+    kept: list[torch.Tensor]
+    """Positions of the prompt's keys that each layer keeps"""
+    logits: torch.Tensor
+    """After the second turn, float32"""
+
+
+def continued(ours, config, texts, first, second) -> Continued:
+    """Two turns, each in its own context."""
+    cache = H2OCache(ours.config, config)
+    with first():
+        ours(texts[0], **with_cache(cache))
+    kept = [cache.kept(x.layer_idx).positions for x in cache.layers if hasattr(x, "slots")]
+    with second():
+        return Continued(kept, ours(texts[1], **with_cache(cache)).logits.float())
 
 
 @pytest.mark.parametrize("ends", [False, True])
