@@ -115,8 +115,8 @@ static inline float amx_bf16(const uint8_t *bytes) {
 static inline void amx_dot_bf16(int to, int left, int right) {
     amx_tile *const c = amx_use(to), *const a = amx_use(left), *const b = amx_use(right);
     amx_check_shapes(c, a, b);
-    float pairs[2][AMX_ROWS][AMX_BYTES / 4] = {
-        {{0}}}; /* columns that do not exist are computed, too */
+    /* Zeros, since columns that do not exist are computed, too. */
+    float pairs[2][AMX_ROWS][AMX_BYTES / 4] = {{{0}}};
     for (int k = 0; k < b->rows; k++) {
         for (int n = 0; n < c->bytes / 4; n++) {
             pairs[0][k][n] = amx_bf16(b->data[k] + 4 * n);

@@ -16,7 +16,14 @@ from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_switch import use_attention
 from h2o.hf.batching import short_prompts
 from h2o.hf.batching.compiled_prefill import CompiledPrefill
-from h2o.hf.batching.request import ActiveRequest, Prompt, Request, Result, Settings
+from h2o.hf.batching.request import (
+    ActiveRequest,
+    Prompt,
+    Request,
+    Result,
+    Settings,
+    likeliest,
+)
 from h2o.hf.batching.row_batch import RowBatch, row_bytes, row_report
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.model_traits.wrappers import unwrap
@@ -245,7 +252,7 @@ class Scheduler:
 def _next_tokens(requests: list[ActiveRequest], logits: Tensor) -> list[Exception | None]:
     """Choose each request's next token from its row of logits [n, vocabulary]. Returns for each
     request the exception that this raised, or None."""
-    best = logits.max(-1).indices.tolist()  # argmax takes five times as long in 16 bits
+    best = likeliest(logits).tolist()
     raised: list[Exception | None] = [None] * len(requests)
     for row, running in enumerate(requests):
         try:

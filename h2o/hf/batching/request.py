@@ -249,6 +249,12 @@ def decoding_arguments(model: Any, input_ids: Tensor, **arguments: Any) -> dict[
     return arguments
 
 
+def likeliest(logits: Tensor) -> Tensor:
+    """The likeliest tokens by logits [n, vocabulary]: int64 [n]. argmax gives the same, but takes
+    five times as long in 16 bits."""
+    return logits.max(-1).indices
+
+
 class ActiveRequest:
     """A request from its prompt to its last token."""
 
@@ -338,7 +344,7 @@ class ActiveRequest:
     def accept(self, logits: Tensor) -> None:
         """Choose the next token by logits [1, vocabulary]."""
         if self.is_plain_greedy:
-            self.take(int(logits.argmax(-1)))
+            self.take(int(likeliest(logits)))
             return
         scores = self.processors(self.ids, logits.to(dtype=torch.float32, copy=True))
         if self.generator is None:
