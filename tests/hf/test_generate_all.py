@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import itertools
 import resource
@@ -28,9 +29,10 @@ from transformers import (
 import h2o
 from h2o import H2OCache, H2OConfig, models
 from h2o.compat import with_cache
-from h2o.hf.batching import short_prompts
+from h2o.hf.batching import joint_prefill
+from h2o.hf.batching.compiled_prefill import CompiledPrefill
 from h2o.hf.model_traits.layer_kinds import HYBRIDS
-from tests.hf.tiny import llama, model, needs_compiler, prompts, shared, slow_if
+from tests.hf.tiny import PURE, TWINS, llama, model, needs_compiler, prompts, shared, slow_if
 
 PAGE = resource.getpagesize()
 LENGTHS = (5, 17, 40, 9, 33, 21, 3, 28)
@@ -131,7 +133,7 @@ def test_short_prompts_are_read_together(family, lengths, read):
 def test_more_prompts_share_a_pass_on_a_gpu(monkeypatch):
     """On a GPU, where the host's time for a pass is worth many tokens, more prompts must share a
     pass than on a CPU."""
-    monkeypatch.setattr(short_prompts, "input_device", lambda model: torch.device("cuda"))
+    monkeypatch.setattr(joint_prefill, "input_device", lambda model: torch.device("cuda"))
     ours, some = shared("llama"), texts(200, 198, 30, 190)
     with passes(ours) as shapes:
         results = list(h2o.generate_all(ours, some, CONFIGS["h2o"], rows=8, max_new_tokens=3))
@@ -294,7 +296,7 @@ def test_rows_wait_for_so_many_tokens(monkeypatch):
         return tokens
 
     assert order() == [0, 1, 2] * 4
-    monkeypatch.setattr("h2o.hf.batching.batch_scheduler.TOKENS_A_STEP", 70)
+    monkeypatch.setattr("h2o.hf.batching.joint_prefill.TOKENS_A_STEP", 70)
     assert order() == [0, 0, 1, 0, 1, 2, 0, 1, 2, 1, 2, 2]
 
 
@@ -708,6 +710,89 @@ def test_one_graph_serves_all_steps_and_another_all_prompts(name, dynamo):
         assert compiled == eager
         assert counters["stats"]["unique_graphs"] == 2
         assert not counters["graph_break"]
+
+
+@pytest.fixture
+def packs(monkeypatch):
+    """The lengths of the prompts in each pass of a `CompiledPrefill`."""
+    lengths = []
+    run = CompiledPrefill._run
+
+    def record(self, ids, chunks, inputs):
+        lengths.append(chunks)
+        return run(self, ids, chunks, inputs)
+
+    monkeypatch.setattr(CompiledPrefill, "_run", record)
+    return lengths
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "name", ["uneven heads", slow_if(True, "int8"), slow_if(True, "value norms")]
+)
+def test_waiting_prompts_are_packed_for_the_graph(name, dynamo, packs):
+    """Prompts after the first must be prefilled up to four at a time, a quarter of the rows, by a
+    single graph."""
+    requests = [
+        h2o.Request(text, max_new_tokens=3 + i % 4)
+        for i, text in enumerate(texts(*LENGTHS, 1, 1100, 1000, *LENGTHS[::2], 16))
+    ]
+    compiled, eager = compiled_and_eager(model("llama"), CONFIGS[name], requests, rows=16)
+    assert packs == [[17, 40, 9, 33], [21, 3, 28, 1], [1100], [1000, 5, 40, 33], [3, 16]]
+    assert compiled == eager
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """Run what would be compiled eagerly."""
+    monkeypatch.setattr(torch, "compile", lambda forward, **_: forward)
+
+
+FOR_IMAGES = ("llava", "qwen2_vl", "mllama")
+"""Families whose prompts are prefilled one at a time."""
+
+
+@pytest.mark.parametrize(
+    "family", [slow_if(name in TWINS, name) for name in PURE if name not in FOR_IMAGES]
+)
+def test_packed_prompts_are_prefilled_as_alone(family, uncompiled, packs):
+    """In every family, only attention may tell a prompt of its neighbors in a pass."""
+    ours, some = shared(family), texts(9, 20, 31, 7, 3, *[2] * 11)
+    config = dataclasses.replace(CONFIGS["mean, sinks"], decay=1.0)
+    how = {"rows": 16, "max_new_tokens": 5, "compileable": True}
+    results = list(h2o.generate_all(ours, some, config, **how))
+    assert packs[:2] == [[20, 31, 7, 3], [2] * 4]
+    for text, result in zip(some[:6], results, strict=False):
+        assert result.error is None
+        assert result.ids == alone(ours, text, config, max_new_tokens=5, do_sample=False)
+
+
+def test_chunks_of_prompts_are_not_packed(uncompiled, packs):
+    ours, some = shared("llama"), texts(9, 20, 31, 7, 3, *[2] * 11)
+    how = {"rows": 16, "max_new_tokens": 5}
+    chunks = {"generation_config": GenerationConfig(prefill_chunk_size=8)}
+    both = (
+        h2o.generate_all(ours, some, CONFIGS["int8"], compileable=x, **how, **chunks)
+        for x in (True, False)
+    )
+    compiled, eager = ([result.ids for result in results] for results in both)
+    assert compiled == eager
+    assert packs[:8] == [[8], [8], [4], [8], [8], [8], [7], [7]]
+
+
+def test_a_prompt_that_fails_in_a_pack(uncompiled, packs):
+    """A prompt that fails must not affect the prompts that are packed with it."""
+    ours = model("gpt2")
+    long = ours.config.max_position_embeddings + 1
+    some = texts(9, 12, long, 7, 3, *[2] * 11)
+    how = {"rows": 16, "max_new_tokens": 5, "compileable": True}
+    results = list(h2o.generate_all(ours, some, CONFIGS["h2o"], **how))
+    assert packs[:5] == [[12, long, 7, 3], [12], [long], [7], [3]]
+    assert [result.index for result in results if isinstance(result.error, IndexError)] == [2]
+    for i in (0, 1, 3, 4, 5):
+        want = alone(ours, some[i], CONFIGS["h2o"], max_new_tokens=5, do_sample=False)
+        assert results[i].ids == want
 
 
 @needs_compiler

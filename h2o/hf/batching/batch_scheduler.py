@@ -1,7 +1,7 @@
 """`Scheduler`: admits the requests of `h2o.generate_all` to the rows of a batch, and decodes them.
 
 A waiting request is admitted when a row is idle (`_admit`). Its prompt is prefilled in a cache of
-its own, or together with other short prompts (`h2o.hf.batching.short_prompts`), and the result is
+its own, or together with other short prompts (`h2o.hf.batching.joint_prefill`), and the result is
 copied into the row (`h2o.hf.batching.row_batch`). Admission takes turns with decode steps.
 """
 
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_switch import use_attention
-from h2o.hf.batching import short_prompts
-from h2o.hf.batching.compiled_prefill import CompiledPrefill
+from h2o.hf.batching import joint_prefill
+from h2o.hf.batching.compiled_prefill import MOST_PROMPTS, CompiledPrefill
 from h2o.hf.batching.request import (
     ActiveRequest,
     Prompt,
@@ -27,10 +27,6 @@ from h2o.hf.batching.request import (
 from h2o.hf.batching.row_batch import RowBatch, row_bytes, row_report
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.model_traits.wrappers import unwrap
-
-TOKENS_A_STEP = 2048
-"""Prompt tokens to prefill between two decode steps, like vLLM's `max_num_batched_tokens`. With
-fewer, rows stay idle; with more, active rows wait."""
 
 
 class Scheduler:
@@ -85,7 +81,8 @@ class Scheduler:
                 yield from self._begin()
             if not self.prefilling:
                 return
-            limit = self.prefilling[0].generation_config.prefill_chunk_size or TOKENS_A_STEP
+            chunk_size = self.prefilling[0].generation_config.prefill_chunk_size
+            limit = chunk_size or joint_prefill.TOKENS_A_STEP
             tokens += (chunk := sum(x.chunk for x in self.prefilling))
             if any(self.running) and tokens > max(limit, chunk):
                 return
@@ -105,11 +102,12 @@ class Scheduler:
                 yield from self._prepare(*taken)
             if self.next is None:
                 continue
-            if self.prefilling and not short_prompts.fits(self.next, self.prefilling):
+            if self.prefilling and not joint_prefill.fits(self.next, self.prefilling):
                 return
             self.prefilling.append(self.next)
             self.next = None
-            if self.uses_graph_prefill or not short_prompts.can_share(self.prefilling[0]):
+            waits_for_graph = self.uses_graph_prefill and self.compiled_prefill is None
+            if waits_for_graph or not joint_prefill.can_share(self.prefilling[0]):
                 return
 
     def _prepare(self, index: int, prompt: Prompt) -> Iterator[Result]:
@@ -151,7 +149,7 @@ class Scheduler:
     def _prefill_together(self) -> Iterator[Result]:
         group, self.prefilling = self.prefilling, []
         try:
-            cache, logits = short_prompts.prefill_together(group)
+            cache, logits = joint_prefill.prefill_together(group)
         except UnsupportedError:
             raise
         except Exception:  # one of the prompts failed: prefill each alone to find out which
@@ -197,7 +195,8 @@ class Scheduler:
         self.batch.join(idle, cache, [row for _, row in joining], tokens)
         needs_graph = self.uses_graph_prefill and self.compiled_prefill is None
         if needs_graph and cache.config == settings.config:
-            self.compiled_prefill = CompiledPrefill(settings.model, cache)
+            most = min(MOST_PROMPTS, max(1, len(self.running) // 4))
+            self.compiled_prefill = CompiledPrefill(settings.model, cache, most)
         for row, (running, _) in zip(idle, joining, strict=True):
             self.running[row] = running
 

@@ -264,7 +264,7 @@ class ActiveRequest:
         self.ids = settings.prompt_ids(request.prompt)
         self.prompt_tokens = self.ids.shape[1]
         self.cache = settings.cache_for(request, self.ids)
-        self.forward = settings.model
+        self.compiled_prefill: CompiledPrefill | None = None
         self.tokens_prefilled = max(0, int(self.cache.get_seq_length()) - settings.virtual)
         if self.tokens_prefilled < self.prompt_tokens:
             check_ids(self.cache.guard.text, self.ids[:, : self.tokens_prefilled])
@@ -297,8 +297,8 @@ class ActiveRequest:
         """Whether the likeliest token is next, and only end tokens or the length end the answer"""
 
     def use_compiled_prefill(self, prefill: CompiledPrefill) -> None:
-        """Prefill the whole prompt with a graph, in the graph's cache."""
-        self.cache, self.forward = prefill.get_empty_cache(), prefill
+        """Prefill the prompt with a graph, in the graph's cache."""
+        self.cache, self.compiled_prefill = prefill.cache, prefill
 
     @property
     def chunk(self) -> int:
@@ -314,6 +314,8 @@ class ActiveRequest:
                 f"{self.tokens_prefilled}: a prompt must contain the prefix and more tokens"
             )
         begin, end = self.tokens_prefilled, self.tokens_prefilled + self.chunk
+        if begin == 0 and self.compiled_prefill is not None:
+            self.compiled_prefill.empty()
         logits = self._forward(begin, end)
         self.tokens_prefilled = end
         if end < self.prompt_tokens:
@@ -323,7 +325,10 @@ class ActiveRequest:
 
     @torch.no_grad()
     def _forward(self, begin: int, end: int) -> Tensor:
-        ids, forward = self.ids[:, begin:end], self.forward
+        ids = self.ids[:, begin:end]
+        forward = self.compiled_prefill
+        if forward is None:
+            forward = self.settings.model
         where = {}
         if begin:
             forward = model_after_prompt(forward)

@@ -1,4 +1,4 @@
-"""Prefill of several short prompts of `h2o.generate_all` in one forward pass.
+"""Prefill of several prompts of `h2o.generate_all` in one forward pass.
 
 A forward pass reads all weights, however few tokens it has, and on a GPU it takes as long as the
 launch of its kernels. Consecutive short prompts therefore share a pass, padded on the left, in a
@@ -7,6 +7,9 @@ cache with one row for each prompt. Prefilled one by one they would take longer 
     8 prompts of   8 tokens: 2.7    32 tokens: 1.6    128 tokens: 1.15   (SmolLM2, one thread, AVX2)
     64 prompts of 16 tokens: 8.6    64 tokens: 6.9    128 tokens: 4.6    (Llama-3.1-8B's size, H200)
 The keys that a row keeps depend on its own tokens only.
+
+A graph takes longer prompts together too, and packs them into one row of tokens instead of padding
+them (`h2o.hf.batching.compiled_prefill`).
 
 Shape letter: B prompts.
 """
@@ -24,6 +27,10 @@ from h2o.compat import accepts, with_cache
 from h2o.hf.batching.request import ActiveRequest
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.model_traits.wrappers import input_device, unwrap
+
+TOKENS_A_STEP = 2048
+"""Prompt tokens to prefill between two decode steps, like vLLM's `max_num_batched_tokens`. With
+fewer, rows stay idle; with more, active rows wait."""
 
 
 class Limits(NamedTuple):
@@ -56,8 +63,12 @@ def can_share(request: ActiveRequest) -> bool:
 
 def fits(request: ActiveRequest, group: Sequence[ActiveRequest]) -> bool:
     """Whether a prompt is prefilled with a group of others that all can share a pass."""
-    if not can_share(request):
+    compiled = group[0].compiled_prefill
+    if not can_share(request) or request.compiled_prefill is not compiled:
         return False
+    if compiled is not None:
+        tokens = sum(x.prompt_tokens for x in (*group, request))
+        return len(group) < compiled.prompts and tokens <= TOKENS_A_STEP
     on_cpu = input_device(request.settings.model).type == "cpu"
     limits = ON_CPU if on_cpu else ELSEWHERE
     lengths = [x.prompt_tokens for x in group]
@@ -73,6 +84,27 @@ def prefill_together(group: Sequence[ActiveRequest]) -> tuple[H2OCache, Tensor]:
     Returns:
         A cache with a row for each prompt, and logits [B, vocabulary] of their first new tokens.
     """
+    with torch.no_grad():
+        prefilled = _pad(group) if group[0].compiled_prefill is None else _pack(group)
+    for request in group:
+        request.tokens_prefilled = request.prompt_tokens
+    return prefilled
+
+
+def _pack(group: Sequence[ActiveRequest]) -> tuple[H2OCache, Tensor]:
+    compiled = group[0].compiled_prefill
+    assert compiled is not None
+    compiled.empty()
+    logits = compiled.prefill(
+        [x.ids for x in group],
+        use_cache=True,
+        **with_cache(compiled.cache),
+        **group[0].last_logits,
+    )
+    return compiled.cache, logits
+
+
+def _pad(group: Sequence[ActiveRequest]) -> tuple[H2OCache, Tensor]:
     settings, lengths = group[0].settings, [x.prompt_tokens for x in group]
     rows = [x.ids[0] for x in group]
     ids, mask = (
@@ -80,16 +112,13 @@ def prefill_together(group: Sequence[ActiveRequest]) -> tuple[H2OCache, Tensor]:
         for x in (rows, [torch.ones_like(row) for row in rows])
     )
     cache = H2OCache(settings.model.config, settings.config, prompt_length=lengths)
-    with torch.no_grad():
-        output = settings.model(
-            input_ids=ids,
-            attention_mask=None if min(lengths) == max(lengths) else mask,
-            position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-            use_cache=True,
-            **with_cache(cache),
-            **group[0].last_logits,
-        )
-    for request in group:
-        request.tokens_prefilled = request.prompt_tokens
+    output = settings.model(
+        input_ids=ids,
+        attention_mask=None if min(lengths) == max(lengths) else mask,
+        position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+        use_cache=True,
+        **with_cache(cache),
+        **group[0].last_logits,
+    )
     logits: Tensor = output.logits[:, -1]
     return cache, logits
