@@ -129,8 +129,9 @@ def test_short_prompt_grows_to_the_budget_and_no_further():
 def test_kept_before_the_prompt_is_empty():
     positions, scores = new_cache(heavy=1, recent=1).kept(0)
     assert positions.shape == scores.shape == (0, 0, 0)
-    with pytest.raises(IndexError):
-        new_cache(heavy=1, recent=1).kept(7)
+    cache = new_cache(heavy=1, recent=1)
+    with pytest.raises(IndexError, match=f"no layer 7: the cache has layers 0 to {len(cache) - 1}"):
+        cache.kept(7)
 
 
 def test_report_adds_up():

@@ -547,6 +547,7 @@ def test_peft_models():
         ({"masks": MASKS["global"], "prompt_length": 5}, ValueError, "no prompt"),
         ({"masks": MASKS["global"], "ratio_of": "prompt"}, ValueError, "ratio_of at"),
         ({"masks": MASKS["local"], "ratio_of": "prompt"}, ValueError, "ratio_of at"),
+        ({"masks": "mask-local"}, TypeError, r'such as masks=MASKS\["local"\].* not .mask-local'),
         ({"prompt_length": 0}, ValueError, "prompt_length must be a number of tokens"),
         ({"prompt_length": [4, 0]}, ValueError, "prompt_length must be a number of tokens"),
         ({"prompt_length": 2.5}, ValueError, "prompt_length must be a number of tokens"),

@@ -98,7 +98,7 @@ class H2OCache(CacheInspection):
         **parameters: Unpack[ConfigFields],
     ) -> None:
         packages.warn_without_core()
-        h2o_config = resolve_config(h2o_config, parameters)
+        h2o_config = resolve_config(h2o_config, parameters, H2OCache)
         unwrap(config)  # raises for prefix tuning
         check_pins(config, pinned)
         model, config = config, text_config_of(config)

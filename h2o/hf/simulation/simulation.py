@@ -100,7 +100,7 @@ def simulated(
         ValueError, TypeError: invalid arguments, or in `model(...)` a call that is not a whole
             text.
     """
-    config = resolve_config(h2o_config, parameters).for_model(unwrap(model))
+    config = resolve_config(h2o_config, parameters, simulated).for_model(unwrap(model))
     input_device(model)  # raises for a model without weights
     config, rotary, _ = adapt_config(model.config, config)
     pins = Pins.of(pinned, config.decay)
@@ -320,6 +320,11 @@ def check(
         raise ValueError(
             'positions="cache_relative" cannot be simulated: in one forward pass every key has one '
             'position. Use positions="original", or a real cache (h2o.patched, --protocol drop)'
+        )
+    if masks is not None and not hasattr(masks, "attend_rows"):
+        raise TypeError(
+            "masks must be one of h2o.evaluation.published_masks.MASKS, such as "
+            f'masks=MASKS["local"], or an object with the method attend_rows, not {masks!r}'
         )
     plain = (config.policy, config.head_shares, config.kv_dtype) == (Policy(), None, None)
     if masks is not None and (pins or not plain):
