@@ -55,6 +55,7 @@ class Analysis:
     Shape letters: L analyzed layers, H query heads, G key/value heads, n tokens. `layer` is the
     layer's number in the model. `per` selects scores: "kv" (of a key/value head, summed over its
     query heads as in a cache), "query" (of a query head) or "layer". `head` is a number of these.
+    The methods raise ValueError for a layer that was not analyzed and for other wrong arguments.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Any, get_args
 
 from h2o.budgets import (
@@ -365,11 +365,10 @@ PARAMETERS = tuple(x.name for x in dataclasses.fields(H2OConfig) if not x.name.s
 
 
 def resolve_config(
-    h2o_config: H2OConfig | None, parameters: ConfigFields, function: Callable[..., Any]
+    h2o_config: H2OConfig | None, parameters: ConfigFields, function: Any
 ) -> H2OConfig:
     """The config that a caller of `function` gave as an object or as keywords."""
-    of_function = inspect.signature(function).parameters.values()
-    others = [x.name for x in of_function if x.kind is x.KEYWORD_ONLY]
+    others = inspect.unwrap(function).__kwdefaults__  # its own keyword-only parameters
     _check_names(parameters.keys() - {*PARAMETERS}, [*PARAMETERS, *others])
     if h2o_config is None:
         return H2OConfig(**parameters)

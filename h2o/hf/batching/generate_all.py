@@ -93,7 +93,8 @@ def generate_all(
     if (rows is None) == (bytes is None):
         raise ValueError("give either rows= (requests at a time) or bytes= (memory of the rows)")
     for name, value in (("rows", rows), ("bytes", bytes), ("max_new_tokens", max_new_tokens)):
-        check_count(name, value)
+        if value is not None:
+            check_count(name, value)
     check_seed(seed)
     if isinstance(prompts, str | Mapping):
         raise ValueError(f"prompts is a single {type(prompts).__name__}; pass a list of prompts")

@@ -150,8 +150,9 @@ class Settings:
         if request.generation_config is not None:
             settings = request.generation_config
         check_generation(settings)
-        check_count("max_new_tokens", request.max_new_tokens)
-        limit = self.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
+        limit = self.max_new_tokens
+        if request.max_new_tokens is not None:
+            check_count("max_new_tokens", limit := request.max_new_tokens)
         more: dict[str, Any] = {} if limit is None else {"max_new_tokens": limit}
         criteria = StoppingCriteriaList(request.stopping_criteria)
         said = (getattr(x, "stop_strings", None) for x in (settings, self.model.generation_config))
