@@ -66,7 +66,7 @@ class Setting:
     name: str
     """The setting as the user wrote it."""
     variant: str
-    """"full", "h2o", "reread", or one of `VARIANTS`."""
+    """"full", "h2o", "reread", or a name in `h2o.evaluation.published_masks.MASKS`."""
     config: H2OConfig
     """H2OConfig.full() for "full"."""
 
@@ -83,7 +83,7 @@ class Setting:
     @property
     def is_mask(self) -> bool:
         """Whether the setting is a mask, which only a simulation can apply."""
-        return self.variant in VARIANTS
+        return not self.is_cache and not self.reads_twice
 
     @property
     def answering_config(self) -> H2OConfig:
