@@ -607,6 +607,7 @@ def test_a_compiled_model():
         for uncompiled in (model, torch.compiler.disable(model)):
             with pytest.raises(h2o.UnsupportedError, match="4-D masks"):
                 uncompiled(text(), use_cache=False, attention_mask=torch.ones(1, 1, 40, 40).bool())
+    torch._dynamo.reset()  # dynamo would not compile the outer part of any model's forward again
 
 
 def test_models_that_cannot_be_served():
