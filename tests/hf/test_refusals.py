@@ -130,6 +130,14 @@ def test_an_unknown_keyword_gets_the_names_of_its_function():
             call()
 
 
+def test_a_cache_of_a_model_with_larger_heads():
+    ours, other = model("llama"), copy.deepcopy(model("llama").config)
+    other.head_dim = 2 * other.head_dim
+    cache = H2OCache(other, budget=16)
+    with pytest.raises(ValueError, match="from the config of the model that uses it"):
+        ours(prompts(20)[0], **with_cache(cache))
+
+
 def test_a_model_in_the_place_of_a_config():
     ours = model("llama")
     for wrong in (ours, ours.config):  # both print as many lines
