@@ -140,8 +140,8 @@ def check_amount(name: str, value: Any) -> Amount:
             )
         return fraction
     raise TypeError(
-        f"{name} must be a number of tokens (int) or a fraction of the prompt (float in [0, 1]), "
-        f"not {value!r}"
+        f"{name} must be a number of tokens (an int, such as 512) or a fraction (a float in "
+        f"[0, 1], such as 0.2), not {value!r}"
     )
 
 

@@ -34,7 +34,7 @@ in the cache folder are not used."""
 
 
 def load_model(
-    name: str | None = None,
+    name: str | os.PathLike[str] | None = None,
     *,
     dtype: Any = "auto",
     device: str = "cpu",
@@ -69,6 +69,7 @@ def load_model(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    name = None if name is None else os.fspath(name)
     if name is not None and not name.strip():  # such as a shell variable that is not set
         raise UserError("the name of the model is empty: name one, or leave it out for the default")
     name = name or DEFAULT_MODEL

@@ -17,8 +17,8 @@ def is_number(value: Any) -> bool:
 
 
 def check_count(name: str, value: Any) -> None:
-    """Raise ValueError unless an argument is None or an integer of at least 1."""
-    if value is not None and (not is_integer(value) or value < 1):
+    """Raise ValueError unless an argument is an integer of at least 1."""
+    if not is_integer(value) or value < 1:
         raise ValueError(f"{name} is {value!r}; expected an integer of at least 1")
 
 

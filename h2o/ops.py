@@ -359,8 +359,9 @@ def info() -> dict[str, Any]:
     """Facts about the core and the machine.
 
     Keys: level (the instruction set in use), levels (those that this machine supports), operations
-    (the level of each operation), features, threads, thread_source, version, and backends (the
-    backend of each kind of device).
+    (the level of each operation), features, threads (their number), thread_source ("torch", "gomp"
+    or "own", whose number `H2O_THREADS` sets), version, and backends (the backend of each kind of
+    device).
     """
     return backends.info()
 

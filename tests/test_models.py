@@ -72,6 +72,7 @@ def test_dtype_is_the_one_asked_for(tmp_path):
     for name in ("float32", "bfloat16", "float16"):
         model, _ = models.load_model(str(path), dtype=name)
         assert {weight.dtype for weight in model.parameters()} == {getattr(torch, name)}
+        assert models.load_model(path, dtype=name)[0].dtype == model.dtype
         same, _ = models.load_model(str(path), dtype=getattr(torch, name))
         assert same.dtype == model.dtype
 

@@ -56,7 +56,7 @@ def analyze(
         ValueError: attention is not finite, as with weights that overflow float16.
     """
     parameters.pop("token_type_ids", None)  # some tokenizers return them, decoders ignore them
-    config = resolve_config(h2o_config, parameters).for_model(model)
+    config = resolve_config(h2o_config, parameters, analyze).for_model(model)
     ids = _one_text(input_ids, attention_mask)
     analyzable_layers(model)
     if (part := tensor_parallel.part_of_heads(model)) != tensor_parallel.WHOLE:

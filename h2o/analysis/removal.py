@@ -16,9 +16,20 @@ from torch import Tensor
 
 from h2o.analysis.collect import Attention, watch
 from h2o.attention_blocks import ROWS, attend_blocks
+from h2o.number_checks import is_number
 from h2o.sink_logits import softmax
 
 KINDS = ("heavy", "random", "recent")
+
+
+def check_shares(shares: Any) -> None:
+    """Raise TypeError for a single share instead of several, and ValueError for one that is not
+    from 0 to 1."""
+    if is_number(shares) or isinstance(shares, str):
+        raise TypeError(f"shares must be a list of shares, such as (0.05, 0.1), not {shares!r}")
+    for share in shares:
+        if not is_number(share) or not 0 <= share <= 1:
+            raise ValueError(f"share must be from 0 to 1, not {share!r}")
 
 
 def perplexity_without(model: Any, ids: Tensor, kind: str, share: float, seed: int = 0) -> float:
@@ -29,8 +40,7 @@ def perplexity_without(model: Any, ids: Tensor, kind: str, share: float, seed: i
         share: from 0, the unchanged model, to 1.
         seed: seed of "random". Each layer and key/value head draws its own keys.
     """
-    if not 0 <= share <= 1:
-        raise ValueError(f"share must be from 0 to 1, not {share!r}")
+    check_shares([share])
     generator = torch.Generator("cpu").manual_seed(seed)
 
     def visit(layer: int, seen: Attention) -> Tensor:

@@ -16,6 +16,7 @@ from h2o.analysis.figures import FIGURES
 from h2o.config import H2OConfig, resolve_config
 from h2o.config.layer_plan import LayerPlan
 from h2o.hf.simulation.simulation import simulated
+from h2o.number_checks import is_number
 from h2o.utils.draw import axes_or_new, pieces, shade_text
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Analysis:
     Shape letters: L analyzed layers, H query heads, G key/value heads, n tokens. `layer` is the
     layer's number in the model. `per` selects scores: "kv" (of a key/value head, summed over its
     query heads as in a cache), "query" (of a query head) or "layer". `head` is a number of these.
+    The methods raise ValueError for a layer that was not analyzed and for other wrong arguments.
     """
 
     def __init__(
@@ -161,7 +163,7 @@ class Analysis:
         A head has n (n + 1) / 2 causal entries. See figure 2a of the paper. A threshold other than
         0.01 takes another forward pass.
         """
-        if not 0 < threshold <= 1:
+        if not is_number(threshold) or not 0 < threshold <= 1:
             raise ValueError(f"threshold must be above 0 and at most 1, not {threshold!r}")
         if threshold not in self._small:
 
@@ -242,6 +244,7 @@ class Analysis:
         Returns:
             `{"full": {0.0: perplexity}, "heavy": {share: perplexity}}`, and "random" and "recent".
         """
+        removal.check_shares(shares)
         if limit is not None and limit < 2:
             raise ValueError(f"limit must be at least 2 tokens, not {limit}")
         ids = self._tensor[:limit]
@@ -275,7 +278,9 @@ class Analysis:
         config would hold when the token comes. Another config, passed as to `analyze`, takes
         another forward pass.
         """
-        chosen = resolve_config(h2o_config, parameters) if h2o_config or parameters else None
+        chosen = None
+        if h2o_config or parameters:
+            chosen = resolve_config(h2o_config, parameters, self.retained_mass)
         mass = self.simulate_cache(chosen)[self._check_layer(layer)].retained
         return mass if per_token else mass.mean(-1)
 

@@ -58,7 +58,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     texts.check_output(parser, "--output", options.output, [options.text])
     options.setting = make_setting(options)
     compare = COMPARE if options.compare is None else options.compare
-    options.settings = [] if compare == "none" else parse_all(compare)
+    options.settings = [] if compare == "none" else parse_all(compare, None)
     for setting in options.settings:
         if setting.variant != "h2o":
             parser.error(f"argument --compare: {setting.name} is not a cache; {COMPARE} are")

@@ -205,9 +205,10 @@ def make_settings(
 ) -> list[Setting]:
     """The settings to compare.
 
-    With --compare these are its settings, with `budgets` for those that have none. A profile
-    applies to the calibrated ones. Without --compare it is the one setting that the other options
-    describe, or the settings of `default` if there are no such options.
+    With --compare these are its settings, with `budgets` for those that have none (None: the
+    command has no option --budgets). A profile applies to the calibrated ones. Without --compare it
+    is the one setting that the other options describe, or the settings of `default` if there are no
+    such options.
 
     Raises: the errors of `make_setting`, and ValueError for options of a single cache together with
     --compare.

@@ -198,7 +198,7 @@ def choose_settings(args: argparse.Namespace) -> list[Setting]:
         return [from_options(**get_given(args, CACHE))]
     if args.variant is not None:
         raise ValueError("--variant is for one setting; write it into --compare")
-    return make_settings(args, budgets=args.budgets)
+    return make_settings(args, budgets=args.budgets or "")
 
 
 def choose_text_task(args: argparse.Namespace, how: dict[str, Any]) -> list[str]:

@@ -60,7 +60,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Add the `setting`, the `settings` to compare and the `document` to the options."""
     options.setting = make_setting(options)
     named = options.compare not in (None, USUAL)
-    options.settings = parse_all(options.compare) if named else []
+    options.settings = parse_all(options.compare, None) if named else []
     for setting in options.settings:
         if not setting.is_cache:
             parser.error(f"argument --compare: {setting.why_no_cache}")

@@ -7,5 +7,6 @@ can use it without loading a model.
 from h2o.budgets import UNLIMITED as UNLIMITED
 from h2o.config.h2o_config import PARAMETERS as PARAMETERS
 from h2o.config.h2o_config import H2OConfig as H2OConfig
+from h2o.config.h2o_config import check_config as check_config
 from h2o.config.h2o_config import resolve_config as resolve_config
 from h2o.config.presets import PRESETS as PRESETS

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import inspect
+from collections.abc import Sequence, Set
 from typing import Any, get_args
 
 from h2o.budgets import (
@@ -116,6 +119,7 @@ class H2OConfig(Presets):
                 f"H2OConfig({amounts[0]!r}): amounts are keyword-only. Write budget=... for the "
                 "whole budget, or heavy=..., recent=... for its two parts"
             )
+        _check_names(fields.keys() - {x.name for x in dataclasses.fields(cls)}, PARAMETERS)
         self = super().__new__(cls)
         if fields.get("budget") is not None:
             object.__setattr__(self, "_given", frozenset(fields))
@@ -336,23 +340,39 @@ def _each(budget: Any) -> tuple[Any, ...]:
     return budget if isinstance(budget, tuple) else ()
 
 
+def _check_names(unknown: Set[str], names: Sequence[str]) -> None:
+    """Raise TypeError if there are unknown keywords. `names` are the known ones."""
+    if unknown:
+        name = min(unknown)
+        close = difflib.get_close_matches(name, names, 1)
+        hint = f". Did you mean {close[0]}?" if close else ""
+        raise TypeError(f"unknown parameter {name!r}: expected one of {', '.join(names)}{hint}")
+
+
+def check_config(config: Any) -> None:
+    """Raise TypeError for anything but an H2OConfig."""
+    if not isinstance(config, H2OConfig):
+        is_short = config is None or isinstance(config, (int, float, str, dict))
+        what = repr(config) if is_short else f"a {type(config).__name__}"  # a model fills pages
+        raise TypeError(
+            f"expected an H2OConfig, not {what}. Write budget=... for a share of the bytes "
+            "or a number of tokens, or heavy=..., recent=... for its two parts"
+        )
+
+
 PARAMETERS = tuple(x.name for x in dataclasses.fields(H2OConfig) if not x.name.startswith("_"))
 """The public fields."""
 
 
-def resolve_config(h2o_config: H2OConfig | None, parameters: ConfigFields) -> H2OConfig:
-    """The config that a caller gave as an object or as keywords."""
+def resolve_config(
+    h2o_config: H2OConfig | None, parameters: ConfigFields, function: Any
+) -> H2OConfig:
+    """The config that a caller of `function` gave as an object or as keywords."""
+    others = inspect.unwrap(function).__kwdefaults__  # its own keyword-only parameters
+    _check_names(parameters.keys() - {*PARAMETERS}, [*PARAMETERS, *others])
     if h2o_config is None:
-        if unknown := sorted(set(parameters) - set(PARAMETERS)):
-            raise TypeError(
-                f"unknown parameter {unknown[0]!r}: expected one of {', '.join(PARAMETERS)}"
-            )
         return H2OConfig(**parameters)
-    if not isinstance(h2o_config, H2OConfig):
-        raise TypeError(
-            f"expected an H2OConfig, not {h2o_config!r}. Write budget=... for a share of the bytes "
-            "or a number of tokens, or heavy=..., recent=... for its two parts"
-        )
+    check_config(h2o_config)
     if parameters:
         raise TypeError(f"give an H2OConfig or keywords, not both: {', '.join(parameters)}")
     return h2o_config

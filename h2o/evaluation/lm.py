@@ -131,7 +131,8 @@ class H2OLM(HFLM):
     ) -> None:
         """Evaluate with this setting from now on, without loading the model again.
 
-        Raises: ValueError for a setting that the protocol or the model does not support.
+        Raises: ValueError for a setting that the protocol or the model does not support, or whose
+        masks do not exist. TypeError for anything but a `Setting`.
         """
         check(setting, protocol, prompt_length)
         if protocol != "simulate":

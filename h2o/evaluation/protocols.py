@@ -54,7 +54,19 @@ class Tally:
 
 
 def check(setting: Setting, protocol: str, prompt_length: int) -> None:
-    """Raise ValueError for a setting, protocol and prompt length that cannot be combined."""
+    """Raise ValueError for a setting, protocol and prompt length that cannot be combined, and
+    TypeError for anything but a `Setting`."""
+    if not isinstance(setting, Setting):
+        raise TypeError(
+            "expected a Setting, such as h2o.evaluation.setting.parse('robust:0.2') or "
+            f"h2o.evaluation.setting.from_config(config), not {setting!r}"
+        )
+    if setting.is_mask and setting.variant not in MASKS:
+        raise ValueError(
+            f"setting {setting.name!r}: there are no masks {setting.variant!r} in "
+            f"h2o.evaluation.published_masks.MASKS, only {', '.join(MASKS)}. Add yours: "
+            f"MASKS[{setting.variant!r}] = ..."
+        )
     if protocol not in PROTOCOLS:
         raise ValueError(f"protocol must be simulate, drop or read, not {protocol!r}")
     if setting.reads_twice and protocol != "read":

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from h2o.budgets import BudgetUnit, parse_amount
-from h2o.config import PRESETS, H2OConfig
+from h2o.config import PRESETS, H2OConfig, check_config
 from h2o.config.head_budgets import NAMED
 from h2o.config.profile import Profile
 from h2o.policy import FIELDS
@@ -66,7 +66,7 @@ class Setting:
     name: str
     """The setting as the user wrote it."""
     variant: str
-    """"full", "h2o", "reread", or one of `VARIANTS`."""
+    """"full", "h2o", "reread", or a name in `h2o.evaluation.published_masks.MASKS`."""
     config: H2OConfig
     """H2OConfig.full() for "full"."""
 
@@ -83,7 +83,7 @@ class Setting:
     @property
     def is_mask(self) -> bool:
         """Whether the setting is a mask, which only a simulation can apply."""
-        return self.variant in VARIANTS
+        return not self.is_cache and not self.reads_twice
 
     @property
     def answering_config(self) -> H2OConfig:
@@ -111,11 +111,11 @@ class Setting:
         return {"setting": self.name, "variant": self.variant, **future, **budget}
 
 
-def parse_all(text: str, budgets: str | None = None) -> list[Setting]:
+def parse_all(text: str, budgets: str | None = "") -> list[Setting]:
     """Parse a comma-separated list of settings.
 
     A name without numbers (h2o, local, sink, ...) stands for one setting at each of `budgets`
-    ("0.04,0.1,0.2").
+    ("0.04,0.1,0.2"). None: the command has no option --budgets.
     """
     amounts = [parse_amount(part) for part in (budgets or "").split(",") if part.strip()]
     settings: dict[str, Setting] = {}
@@ -125,9 +125,10 @@ def parse_all(text: str, budgets: str | None = None) -> list[Setting]:
         if ":" not in head and head != "full":
             if head not in KINDS:
                 raise ValueError(f"setting {part!r}: {explain_unknown(head)}")
-            if not amounts:
-                raise ValueError(f"{part!r} has no budget: write {head}:BUDGET, or add --budgets")
             first = "sink:4+" if head == "sink" else f"{head}:"
+            if not amounts:
+                more = "" if budgets is None else ", or add --budgets 0.2"
+                raise ValueError(f"{part!r} has no budget: write {first}0.2{more}")
             names = ["/".join([f"{first}{amount}", *options]) for amount in amounts]
         for name in names:
             settings[name] = parse(name)
@@ -195,8 +196,7 @@ def from_options(variant: str = "h2o", **policy: Any) -> Setting:
 
 def from_config(config: H2OConfig, variant: str = "h2o") -> Setting:
     """The setting of a config, unchanged. Raises: TypeError for anything but an H2OConfig."""
-    if not isinstance(config, H2OConfig):
-        raise TypeError(f"expected an H2OConfig, not {config!r}")
+    check_config(config)
     plain = dataclasses.asdict(H2OConfig(budget=config.budget, min_tokens=0))
     fields = dataclasses.asdict(config)
     if not config.shares_by_echo:

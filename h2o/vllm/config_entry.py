@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from h2o.config import PARAMETERS, H2OConfig, resolve_config
+from h2o.config import H2OConfig
 from h2o.config.profile import Profile
 from h2o.number_checks import is_integer
 
@@ -59,11 +59,9 @@ def _config(entry: Mapping[str, Any]) -> H2OConfig:
     """The config of an entry, not yet checked for vLLM."""
     fields = {name: x for name, x in entry.items() if name not in ("cut", "whole_prompts")}
     if "preset" not in fields:
-        return resolve_config(None, fields)
+        return H2OConfig(**fields)
     preset = {name: fields.pop(name) for name in ("budget", "budget_unit") if name in fields}
     config = H2OConfig.preset(fields.pop("preset"), **preset)
-    if unknown := sorted({*fields} - {*PARAMETERS}):
-        raise TypeError(f"unknown parameter {unknown[0]!r}; there are {', '.join(PARAMETERS)}")
     return dataclasses.replace(config, **fields)
 
 

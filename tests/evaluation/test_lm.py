@@ -13,8 +13,9 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM
 
 from h2o import H2OConfig
+from h2o.evaluation import published_masks
 from h2o.evaluation.lm import H2OLM
-from h2o.evaluation.setting import from_config, parse
+from h2o.evaluation.setting import Setting, from_config, parse
 from tests.evaluation import conftest
 
 CONTEXTS = [
@@ -223,6 +224,26 @@ def test_requests_that_cannot_be(lm):
         lm._loglikelihood_tokens([(None, [1, 2], [])])
     with pytest.raises(ValueError, match="400 continuation"):
         lm._loglikelihood_tokens([(None, [1, 2], [3] * 400)])
+
+
+def test_a_ranking_that_is_not_in_the_masks(lm, monkeypatch):
+    """The numbers of h2o's own eviction must not get the name of a ranking of the user."""
+    own = Setting("own", "own", H2OConfig(heavy=4, recent=4))
+    with pytest.raises(ValueError, match=r"there are no masks 'own' .* only local, global"):
+        lm.use(own)
+    monkeypatch.setitem(published_masks.MASKS, "own", published_masks.MASKS["flexgen"])
+    lm.use(own)
+    ours, _ = numbers(lm)
+    lm.use(parse("mask-flexgen:4+4"))
+    close(ours, numbers(lm)[0])
+    with pytest.raises(ValueError, match="own: a mask, not a cache; use protocol=simulate"):
+        lm.use(own, "drop")
+
+
+@pytest.mark.parametrize("setting", ["robust:0.2", H2OConfig(heavy=4, recent=4)])
+def test_something_else_than_a_setting(lm, setting):
+    with pytest.raises(TypeError, match=r"expected a Setting, such as h2o.evaluation"):
+        lm.use(setting)
 
 
 @pytest.mark.parametrize("protocol", ["simulate", "drop"])

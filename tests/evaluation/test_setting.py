@@ -188,8 +188,11 @@ def test_budgets():
     ]
     assert parse("mask-flexgen:9").config == parse("mask-flexgen:4+5").config
     assert [s.name for s in parse_all("h2o:0.1,h2o:0.1,h2o", "0.1")] == ["h2o:0.1"]
-    with pytest.raises(ValueError, match="add --budgets"):
+    with pytest.raises(ValueError, match=r"write h2o:0.2, or add --budgets 0.2$"):
         parse_all("h2o")
+    with pytest.raises(ValueError, match=r"'sink' has no budget: write sink:4[+]0.2$"):
+        parse_all("full,sink", None)  # as in commands without --budgets
+    assert parse_all("sink:4+0.2")
 
 
 def test_a_profile_of_ones_own():

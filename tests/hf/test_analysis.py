@@ -288,11 +288,15 @@ def test_what_does_not_fit_is_refused():
         lambda: a.overlap("word"),
         lambda: a.overlap("head", "layer"),
         lambda: a.sparsity(0),
+        lambda: a.sparsity("1%"),
         lambda: a.removal([1.5]),
+        lambda: a.removal(["1%"]),
         lambda: a.table("words"),
     ):
         with pytest.raises(ValueError, match=r"layer|per|at|head|by|threshold|share|table"):
             wrong()
+    with pytest.raises(TypeError, match=r"shares must be a list of shares, such as .* not 0.2"):
+        a.removal(0.2)
 
 
 def test_tables():

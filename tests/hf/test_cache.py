@@ -129,8 +129,9 @@ def test_short_prompt_grows_to_the_budget_and_no_further():
 def test_kept_before_the_prompt_is_empty():
     positions, scores = new_cache(heavy=1, recent=1).kept(0)
     assert positions.shape == scores.shape == (0, 0, 0)
-    with pytest.raises(IndexError):
-        new_cache(heavy=1, recent=1).kept(7)
+    cache = new_cache(heavy=1, recent=1)
+    with pytest.raises(IndexError, match=f"no layer 7: the cache has layers 0 to {len(cache) - 1}"):
+        cache.kept(7)
 
 
 def test_report_adds_up():
@@ -276,6 +277,28 @@ def test_row_operations_of_a_layer_alone_raise():
     feed(cache, drifting(1, B=2, N=12), [10, 1, 1])
     with pytest.raises(AttributeError, match=r"call the methods of the H2OCache"):
         cache.layers[0].reorder_cache(torch.tensor([1, 0]))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda cache: cache.batch_select_indices(0), "such as .0, 2., or a bool mask"),
+        (lambda cache: cache.batch_select_indices([0.7]), "such as .0, 2., or a bool mask"),
+        (lambda cache: cache.batch_select_indices([[0], [1]]), "such as .0, 2., or a bool mask"),
+        (lambda cache: cache.reorder_cache(torch.tensor(1)), "such as .0, 2., or a bool mask"),
+        (lambda cache: cache.batch_repeat_interleave(0), "repeats is 0; expected an integer"),
+        (lambda cache: cache.batch_repeat_interleave("2"), "repeats is '2'; expected an integer"),
+    ],
+)
+def test_wrong_rows_leave_the_cache_as_it_was(change, words):
+    text = drifting(1, B=2, N=24)
+    cache, straight = (new_cache(heavy=4, recent=4) for _ in range(2))
+    feed(cache, text.cut(0, 20), [20])
+    with pytest.raises(ValueError, match=words):
+        change(cache)
+    out = feed(cache, text.cut(20, 24), [1] * 4)
+    expected = feed(straight, text, [20, *[1] * 4])
+    torch.testing.assert_close(out, expected[:, 20:], rtol=0, atol=0)
 
 
 def test_row_operations_on_an_empty_cache_do_nothing():

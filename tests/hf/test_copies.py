@@ -42,7 +42,7 @@ def test_a_copy_goes_on_with_what_it_is_asked():
         ours(prompts(9)[0], **with_cache(fork))
         assert (fork.get_seq_length(), cache.get_seq_length()) == (49, 40)
     for rows in (0, True, 1.5):
-        with pytest.raises(ValueError, match=f"rows: is {rows}, wanted an integer of at least 1"):
+        with pytest.raises(ValueError, match=f"rows is {rows}; expected an integer of at least 1"):
             cache.fork(rows=rows)
 
 

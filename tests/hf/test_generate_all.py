@@ -589,6 +589,22 @@ def test_refused(how, error, words):
 
 
 @pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [
+        ({"prompts": ["A text", "Another"]}, ValueError, "need a tokenizer: pass tokenizer="),
+        ({"prompts": (h2o.Request("A text"),)}, ValueError, "need a tokenizer"),
+        ({"prompts": [[{"role": "user", "content": "A chat"}]]}, ValueError, "need a tokenizer"),
+        ({"tokenizer": "llama"}, TypeError, "tokenizer is 'llama'; expected a tokenizer of"),
+        ({"generation_config": {"top_k": 2}}, ValueError, "generation_config is a dict; expected"),
+    ],
+)
+def test_what_concerns_all_prompts_is_refused_at_once(how, error, words):
+    how = {"prompts": [[2, 3]], "rows": 2, **how}
+    with pytest.raises(error, match=words):
+        h2o.generate_all(model("llama"), h2o_config=CONFIGS["h2o"], **how)
+
+
+@pytest.mark.parametrize(
     ("setting", "words"),
     [
         ({"seed": "x"}, "seed is 'x'; expected an integer"),  # though nothing is sampled

@@ -78,6 +78,13 @@ def test_chats_without_a_system_message(tokenizer):
         h2o.system_span(tokenizer, CHAT[1:])
 
 
+@pytest.mark.parametrize("messages", ["Answer briefly.", SYSTEM, {}, None])
+def test_something_else_than_a_chat(tokenizer, messages):
+    tokenizer.chat_template = TEMPLATES["turns"]
+    with pytest.raises(TypeError, match=f"a list of messages .* not a {type(messages).__name__}"):
+        h2o.system_span(tokenizer, messages)
+
+
 # ---- generate_all ------------------------------------------------------------------------------
 
 

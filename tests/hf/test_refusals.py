@@ -4,6 +4,7 @@ instead."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -109,6 +110,39 @@ def test_not_a_config():
     ours = model("llama")
     with pytest.raises(TypeError, match="unknown parameter 'budgets': expected one of budget, he"):
         H2OCache(ours.config, budgets=3)
+
+
+def test_an_unknown_keyword_gets_the_names_of_its_function():
+    ours, ids = model("llama"), torch.ones(1, 5).long()
+    mistakes = {
+        "compileable": lambda: H2OCache(ours, budget=3, compilable=True),
+        "pinned": lambda: patched(ours, budget=3, pined=[(0, 2)]).__enter__(),
+        "trace": lambda: h2o.enable(ours, budget=3, traces=True),
+        "ratio_of": lambda: h2o.simulated(ours, budget=3, ratio_off="text").__enter__(),
+        "readings": lambda: h2o.compress_document(ours, ids, budget=3, reading=2),
+        "rows": lambda: h2o.generate_all(ours, [[2, 3]], budget=3, row=1),
+        "prompt_length": lambda: h2o.analyze(ours, ids, heavy=3, prompt_lengths=2),
+        "budget": lambda: H2OConfig(budgt=3),
+        "recent": lambda: dataclasses.replace(H2OConfig(), recents=3),
+    }
+    for meant, call in mistakes.items():
+        with pytest.raises(TypeError, match=rf"unknown parameter .* {meant}.* you mean {meant}\?"):
+            call()
+
+
+def test_a_cache_of_a_model_with_larger_heads():
+    ours, other = model("llama"), copy.deepcopy(model("llama").config)
+    other.head_dim = 2 * other.head_dim
+    cache = H2OCache(other, budget=16)
+    with pytest.raises(ValueError, match="from the config of the model that uses it"):
+        ours(prompts(20)[0], **with_cache(cache))
+
+
+def test_a_model_in_the_place_of_a_config():
+    ours = model("llama")
+    for wrong in (ours, ours.config):  # both print as many lines
+        with pytest.raises(TypeError, match=rf"not a {type(wrong).__name__}. Write budget="):
+            H2OCache(ours, wrong)
 
 
 WITHOUT_A_MODEL = {

@@ -547,6 +547,7 @@ def test_peft_models():
         ({"masks": MASKS["global"], "prompt_length": 5}, ValueError, "no prompt"),
         ({"masks": MASKS["global"], "ratio_of": "prompt"}, ValueError, "ratio_of at"),
         ({"masks": MASKS["local"], "ratio_of": "prompt"}, ValueError, "ratio_of at"),
+        ({"masks": "mask-local"}, TypeError, r'such as masks=MASKS\["local"\].* not .mask-local'),
         ({"prompt_length": 0}, ValueError, "prompt_length must be a number of tokens"),
         ({"prompt_length": [4, 0]}, ValueError, "prompt_length must be a number of tokens"),
         ({"prompt_length": 2.5}, ValueError, "prompt_length must be a number of tokens"),
@@ -606,6 +607,7 @@ def test_a_compiled_model():
         for uncompiled in (model, torch.compiler.disable(model)):
             with pytest.raises(h2o.UnsupportedError, match="4-D masks"):
                 uncompiled(text(), use_cache=False, attention_mask=torch.ones(1, 1, 40, 40).bool())
+    torch._dynamo.reset()  # dynamo would not compile the outer part of any model's forward again
 
 
 def test_models_that_cannot_be_served():

@@ -8,7 +8,7 @@ size, so no memory is moved or freed in between. This is continuous batching (Yu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Literal
 
 from typing_extensions import Unpack
@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 from h2o.config import PARAMETERS, H2OConfig, resolve_config
 from h2o.config.fields import ConfigFields, Pinned
 from h2o.hf.batching.batch_scheduler import Scheduler
-from h2o.hf.batching.request import Prompt, Result, Settings
+from h2o.hf.batching.request import Prompt, Result, Settings, check_generation, check_tokenizer
 from h2o.hf.batching.row_batch import RowBatch, h2o_layers
 from h2o.hf.cache.cache import H2OCache
 from h2o.number_checks import check_count, check_seed
@@ -87,13 +87,16 @@ def generate_all(
 
     Raises:
         UnsupportedError: beam search or assisted decoding; layers with sliding windows or images.
-        ValueError: `rows` and `bytes` both given or both missing, or an invalid argument.
+        ValueError: `rows` and `bytes` both given or both missing, or an invalid argument. All
+            prompts of a list are texts or chats, and there is no `tokenizer`.
+        TypeError: `tokenizer` or `prefix` is something else, or a keyword is unknown.
     """
-    config = resolve_config(h2o_config, parameters).for_model(model)
+    config = resolve_config(h2o_config, parameters, generate_all).for_model(model)
     if (rows is None) == (bytes is None):
         raise ValueError("give either rows= (requests at a time) or bytes= (memory of the rows)")
     for name, value in (("rows", rows), ("bytes", bytes), ("max_new_tokens", max_new_tokens)):
-        check_count(name, value)
+        if value is not None:
+            check_count(name, value)
     check_seed(seed)
     if isinstance(prompts, str | Mapping):
         raise ValueError(f"prompts is a single {type(prompts).__name__}; pass a list of prompts")
@@ -102,6 +105,8 @@ def generate_all(
             "the size of a row depends on its prompt, because budgets are fractions or shared by "
             "echo. Use rows= instead of bytes=, or heavy and recent in tokens, not shared by echo"
         )
+    check_generation(generation_config)
+    check_tokenizer(tokenizer, prompts if isinstance(prompts, Sequence) else ())
     batch = RowBatch(model, config, compileable)
     config = batch.cache.config  # a model without rotary positions, for example, has no echo
     if prefix is not None:

@@ -149,9 +149,10 @@ class Settings:
         settings = self.generation_config
         if request.generation_config is not None:
             settings = request.generation_config
-        _check_generation(settings)
-        check_count("max_new_tokens", request.max_new_tokens)
-        limit = self.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
+        check_generation(settings)
+        limit = self.max_new_tokens
+        if request.max_new_tokens is not None:
+            check_count("max_new_tokens", limit := request.max_new_tokens)
         more: dict[str, Any] = {} if limit is None else {"max_new_tokens": limit}
         criteria = StoppingCriteriaList(request.stopping_criteria)
         said = (getattr(x, "stop_strings", None) for x in (settings, self.model.generation_config))
@@ -201,13 +202,11 @@ def tokenize(prompt: Prompt, tokenizer: Any) -> Any:
     Raises:
         ValueError: the prompt is a text or a chat, and `tokenizer` is None.
     """
-    is_chat = _is_chat(prompt)
-    if not (is_chat or isinstance(prompt, str)):
-        return prompt
-    if tokenizer is None:
-        raise ValueError("prompts that are texts or chats need a tokenizer: pass tokenizer=")
-    if not is_chat:
+    check_tokenizer(tokenizer, [prompt])
+    if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
+    if not _is_chat(prompt):
+        return prompt
     return tokenizer.apply_chat_template(
         prompt, add_generation_prompt=True, tokenize=True, return_dict=False
     )
@@ -218,7 +217,21 @@ def _is_chat(prompt: Prompt) -> bool:
     return is_list and isinstance(prompt[0], Mapping)
 
 
-def _check_generation(settings: Any) -> None:
+def check_tokenizer(tokenizer: Any, prompts: Sequence[Prompt]) -> None:
+    """Raise ValueError if all prompts need a tokenizer and there is none, and TypeError for
+    something else in its place."""
+    if tokenizer is not None and not callable(tokenizer):
+        raise TypeError(
+            f"tokenizer is {tokenizer!r}; expected a tokenizer of transformers, such as "
+            "AutoTokenizer.from_pretrained(name)"
+        )
+    if tokenizer is None and prompts:
+        plain = (prompt.prompt if isinstance(prompt, Request) else prompt for prompt in prompts)
+        if all(isinstance(prompt, str) or _is_chat(prompt) for prompt in plain):
+            raise ValueError("prompts that are texts or chats need a tokenizer: pass tokenizer=")
+
+
+def check_generation(settings: Any) -> None:
     """Raise ValueError unless a user's generation config is one, and UnsupportedError for fields
     that would have no effect."""
     if not isinstance(settings, GenerationConfig | None):

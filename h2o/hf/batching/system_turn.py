@@ -8,7 +8,7 @@ user's turn, the system turn is everything before the user's first word.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 SYSTEM_ROLES = ("system", "developer")
@@ -31,9 +31,15 @@ def system_span(
             here, with a generation prompt.
 
     Raises:
+        TypeError: `messages` is not a list of messages.
         ValueError: the chat has no system message, or its template puts no system turn at the
             beginning of the prompt.
     """
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        raise TypeError(
+            "messages must be a chat, as a list of messages such as "
+            f'[{{"role": "system", "content": ...}}], not a {type(messages).__name__}'
+        )
     if not messages or messages[0].get("role") not in SYSTEM_ROLES:
         raise ValueError(
             'pinned="system": the chat has no system message. Begin it with '

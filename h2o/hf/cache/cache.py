@@ -31,6 +31,7 @@ from h2o.hf.cache.from_dynamic_cache import import_dynamic_cache
 from h2o.hf.cache_state import recurrent_states
 from h2o.hf.cache_state.pass_guard import PassGuard
 from h2o.hf.cache_state.pins import Pins
+from h2o.hf.cache_state.slot_layout import row_numbers
 from h2o.hf.layers import crop
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.model_traits.layer_kinds import (
@@ -41,7 +42,7 @@ from h2o.hf.model_traits.layer_kinds import (
 )
 from h2o.hf.model_traits.wrappers import check_pins, unwrap
 from h2o.hf.support import text_config_of
-from h2o.number_checks import is_integer
+from h2o.number_checks import check_count
 
 
 class H2OCache(CacheInspection):
@@ -98,7 +99,7 @@ class H2OCache(CacheInspection):
         **parameters: Unpack[ConfigFields],
     ) -> None:
         packages.warn_without_core()
-        h2o_config = resolve_config(h2o_config, parameters)
+        h2o_config = resolve_config(h2o_config, parameters, H2OCache.__init__)
         unwrap(config)  # raises for prefix tuning
         check_pins(config, pinned)
         model, config = config, text_config_of(config)
@@ -183,9 +184,9 @@ class H2OCache(CacheInspection):
         Raises:
             RuntimeError: a forward pass was interrupted, another thread is still running one, or a
                 pass recorded gradients of states or sliding windows.
+            ValueError: `rows` is not an integer of at least 1.
         """
-        if not is_integer(rows) or rows < 1:
-            raise ValueError(f"rows: is {rows!r}, wanted an integer of at least 1")
+        check_count("rows", rows)
         self._check_complete()
         try:
             fork = copy.deepcopy(self)
@@ -377,18 +378,17 @@ class H2OCache(CacheInspection):
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor | Sequence[int]) -> None:
-        """Keep only these rows, in this order. `indices`: row numbers [n] or a bool mask [B]."""
-        rows = indices if isinstance(indices, Tensor) else torch.as_tensor(indices, device="cpu")
-        rows = rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows.long()
+        """Keep only these rows, in this order. `indices`: integers [n] or a bool mask [B]."""
+        rows = row_numbers(indices)
         self._change_rows(lambda x: x[rows.to(x.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each batch row `repeats` times, in every layer."""
+        check_count("repeats", repeats)
         self._change_rows(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def _change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Select or repeat the rows [B, ...] of every tensor, including states, which transformers
-        skips."""
+        """Select or repeat the rows [B, ...] of every tensor, including recurrent states."""
         self.guard.text.drop_failed_pass(int(self.get_seq_length()))
         self.guard.change_rows(change)
         for layer in self.layers:

@@ -184,7 +184,12 @@ class CacheInspection(Cache):
         return missed_states or len(set(self._columns_seen())) > 1
 
     def _h2o_layer(self, layer_idx: int) -> H2OLayer:
-        layer = self.layers[layer_idx]
+        try:
+            layer = self.layers[layer_idx]
+        except IndexError:
+            raise IndexError(
+                f"there is no layer {layer_idx}: the cache has layers 0 to {len(self.layers) - 1}"
+            ) from None
         if not isinstance(layer, H2OLayer):
             raise ValueError(
                 f"layer {layer_idx} {_OTHERS[str(kind_of(layer))]}. The layers of h2o are "

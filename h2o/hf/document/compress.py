@@ -95,7 +95,7 @@ def compress_document(
         if readings == 1 and value is not None:
             raise ValueError(f"{name} needs a second reading: pass readings=2, or leave out {name}")
     check_no_tuned_prompt(model, "h2o.compress_document")
-    config = resolve_config(h2o_config, parameters).for_model(model)
+    config = resolve_config(h2o_config, parameters, compress_document).for_model(model)
     if not isinstance(input_ids, Tensor):
         raise TypeError(
             f"input_ids must be a tensor [B, N], not {type(input_ids).__name__}: pass "

@@ -43,8 +43,13 @@ _ZERO = torch.zeros(1, 1, dtype=torch.long, device="cpu")
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
     """Rotate x [..., D] by angles [..., 2, F]. Element i is paired with element F + i. The result
-    has the dtype of x."""
+    has the dtype of x. Raises: ValueError for fewer than 2 F elements."""
     F = angles.shape[-1]
+    if x.shape[-1] < 2 * F:
+        raise ValueError(
+            f"the cache's model rotates {2 * F} elements of each key, but keys have "
+            f"{x.shape[-1]}. Make the H2OCache from the config of the model that uses it"
+        )
     cos, sin = angles.unbind(-2)
     a, b = x[..., :F].float(), x[..., F : 2 * F].float()
     parts = [(a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype)]

@@ -73,6 +73,9 @@ def simulated(
     others one by one. A fractional budget (`budget=0.2`) gives the cache's output only with
     `ratio_of="prompt"`. After the block, also after an error, the model is as before.
 
+    With pins, and with echo after a prompt (`budget=` with `prompt_length`), each layer processes
+    the text token by token, which takes 5 to 15 times as long.
+
     Args:
         model: a model that `H2OCache` supports. Layers without full attention are not changed.
         h2o_config: an `H2OConfig`, or instead of it its fields as keywords: `heavy`, `recent`,
@@ -87,8 +90,7 @@ def simulated(
         ratio_of: whether fractional budgets are fractions of each row's "text", or of its "prompt"
             (`prompt_length`) as in `H2OCache`. With "text" the budget is larger than the cache's if
             the prompt is shorter than the text.
-        pinned: as for `H2OCache`. "prompt" pins the first `prompt_length` tokens. Each layer then
-            processes the text token by token, which is slower. Not with `masks`.
+        pinned: as for `H2OCache`. "prompt" pins the first `prompt_length` tokens. Not with `masks`.
         trace: record evictions and scores of the last forward pass, see `Simulation`.
         mass: record the retained attention mass of the last forward pass. About doubles the cost.
 
@@ -100,7 +102,7 @@ def simulated(
         ValueError, TypeError: invalid arguments, or in `model(...)` a call that is not a whole
             text.
     """
-    config = resolve_config(h2o_config, parameters).for_model(unwrap(model))
+    config = resolve_config(h2o_config, parameters, simulated).for_model(unwrap(model))
     input_device(model)  # raises for a model without weights
     config, rotary, _ = adapt_config(model.config, config)
     pins = Pins.of(pinned, config.decay)
@@ -320,6 +322,11 @@ def check(
         raise ValueError(
             'positions="cache_relative" cannot be simulated: in one forward pass every key has one '
             'position. Use positions="original", or a real cache (h2o.patched, --protocol drop)'
+        )
+    if masks is not None and not hasattr(masks, "attend_rows"):
+        raise TypeError(
+            "masks must be one of h2o.evaluation.published_masks.MASKS, such as "
+            f'masks=MASKS["local"], or an object with the method attend_rows, not {masks!r}'
         )
     plain = (config.policy, config.head_shares, config.kv_dtype) == (Policy(), None, None)
     if masks is not None and (pins or not plain):
