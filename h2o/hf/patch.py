@@ -258,10 +258,8 @@ def enable(
         RuntimeError: another thread or task has the model patched with other settings, or the
             model is simulated.
     """
-    config, options = (
-        resolve_config(h2o_config, parameters, enable),
-        {"pinned": pinned, "trace": trace},
-    )
+    config = resolve_config(h2o_config, parameters, enable)
+    options = {"pinned": pinned, "trace": trace}
     return _apply(model, config, options, is_block=False)
 
 
@@ -300,10 +298,8 @@ def patched(
     has entered none. Blocks of several threads and tasks may overlap, as in a server, if all have
     the same settings. After the last block, also after an error, the model is as before.
     """
-    config, options = (
-        resolve_config(h2o_config, parameters, patched),
-        {"pinned": pinned, "trace": trace},
-    )
+    config = resolve_config(h2o_config, parameters, patched)
+    options = {"pinned": pinned, "trace": trace}
     patch = _apply(model, config, options, is_block=True)
     try:
         yield patch
