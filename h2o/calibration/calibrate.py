@@ -102,7 +102,8 @@ def calibrate(
         progress: called with (passes done, passes in total). Passes found in `resume` are skipped.
 
     Raises: `UnsupportedError` for a model that h2o does not support, TypeError and ValueError for
-    invalid arguments, UserError (`h2o.errors`) for a `resume` file of another kind.
+    invalid arguments, ValueError for costs that are not finite, as with weights that overflow
+    float16, UserError (`h2o.errors`) for a `resume` file of another kind.
     """
     full = analyzable_layers(model)
     if not is_integer(draws) or draws < 1:
@@ -134,6 +135,12 @@ def calibrate(
         if result is None:
             progress(done, total)
             result = measure()
+            if not all(np.isfinite(numbers).all() for numbers in result.values()):
+                raise ValueError(
+                    f"the costs of a window of {piece.text} are not finite, so nothing can be "
+                    "calibrated: load the model in bfloat16 or float32 if it is in float16, and "
+                    "check its weights"
+                )
             if cells:
                 cells.put(facts, result)
         return result
