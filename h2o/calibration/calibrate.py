@@ -23,6 +23,7 @@ from h2o.config import H2OConfig
 from h2o.config.head_budgets import LEAST
 from h2o.config.profile import Profile
 from h2o.hf.model_traits import tensor_parallel
+from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
 from h2o.hf.support import transformers_layers
 from h2o.model_identity import describe, sample
 from h2o.number_checks import check_seed, is_integer, is_number
@@ -106,6 +107,7 @@ def calibrate(
     float16, UserError (`h2o.errors`) for a `resume` file of another kind.
     """
     full = analyzable_layers(model)
+    LengthDependentRope(model).forget()
     if not is_integer(draws) or draws < 1:
         raise ValueError(f"draws must be an integer of at least 1, not {draws!r}")
     check_seed(seed)
