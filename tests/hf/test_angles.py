@@ -21,6 +21,7 @@ from transformers import (
 import h2o
 from h2o import H2OCache, H2OConfig, UnsupportedError, patched
 from h2o.compat import CACHE, CROPS_TO_LENGTH, with_cache
+from h2o.evaluation.generation import time_tokens
 from tests.hf.tiny import greedy, prompts
 
 pytestmark = pytest.mark.timeout(120)
@@ -116,6 +117,15 @@ def test_an_analysis_up_to_a_token_has_the_angles_of_the_whole_text(kind, at):
         want = p[0, :, : at + 1, : at + 1].sum(1).numpy()
         got = analysis.scores(layer, "query", at=at)
         np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-4)
+
+
+def test_runs_that_are_compared_do_not_depend_on_their_order():
+    """An earlier run has generated, so it has seen a longer text."""
+    ours, (ids, longer) = llama("dynamic"), prompts(60, 90)
+    caches = [H2OCache(ours.config, **SMALL) for _ in range(2)]
+    want = time_tokens(ours, None, ids, caches[0], max_new_tokens=10).tokens
+    ours(longer, use_cache=False)
+    assert time_tokens(ours, None, ids, caches[1], max_new_tokens=10).tokens == want
 
 
 def test_a_calibration_after_a_longer_text():
