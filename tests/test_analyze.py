@@ -113,6 +113,7 @@ def test_mistakes(tiny, tmp_path, capsys, monkeypatch):  # noqa: F811
         (("--compare", "mask-global:0.1+0.1"), "is not a cache"),
         (("--compare", "nonsense"), "unknown"),
         (("--heavy", "1.5"), "heavy"),
+        (("--heavy", "0", "--recent", "9"), "--heavy: must be above 0"),
         (("--budget", "0.1", "--heavy", "4"), "not both"),
         (("--output", str(tmp_path)), "is a folder"),
     ):

@@ -45,6 +45,7 @@ def test_calibrate(tiny, folder, capsys):  # noqa: F811
         ("no.txt", [], 2, "cannot read"),
         ("a.txt", ["--output", "profile.txt"], 2, "profile.txt must end in .json"),
         ("a.txt", ["--window", "200"], 1, "a.txt has 150 tokens, fewer than a window of 200"),
+        ("a.txt", ["--window", "2001"], 1, "--window 2001 exceeds the 2000 positions of the model"),
         ("a.txt", ["--window", "60", "--limit", "0"], 2, "--limit: must be at least 1"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -39,6 +41,22 @@ def test_fingerprints_of_models():
         lora = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
         identities.add(model_identity.model_fingerprint(peft.get_peft_model(base, lora)))
     assert len(identities) == 6
+
+
+@pytest.mark.parametrize("name", ["plain", "lr=0.1", "step=1,seed=2", "a,b", 'the "best" one'])
+def test_fingerprints_of_files(tmp_path, name):
+    """A file that changes must change the fingerprint of every argument that names its folder."""
+    folder = tmp_path / name
+    folder.mkdir()
+    texts = [f"{folder}", json.dumps({"pretrained": f"{folder}", "more": [{"dtype": "auto"}, 1]})]
+    if "," not in name:
+        texts.append(f"dtype=auto,pretrained={folder}")
+    seen = set()
+    for content in ("one", "two"):
+        (folder / "weights").write_text(content)
+        seen |= {(i, model_identity.files_fingerprint([text])) for i, text in enumerate(texts)}
+    assert len(seen) == 2 * len(texts)
+    assert model_identity.files_fingerprint(["a system prompt " * 500, "", "[]", "5"]) == ""
 
 
 def test_two_runs_into_one_folder_lose_nothing(tmp_path):

@@ -23,6 +23,7 @@ from h2o.hf.attention.attention_call import AttentionCall
 from h2o.hf.attention.attention_hook import replace_attention
 from h2o.hf.model_traits.layer_kinds import kind_of
 from h2o.hf.model_traits.wrappers import input_device
+from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
 from h2o.hf.support import transformers_layers
 from h2o.model_identity import config_of, latent_row
 
@@ -44,6 +45,11 @@ class Attention:
     softcap: float
     sink_logits: Tensor | None = None
     """[H] float32, see `h2o.ops.attend`"""
+
+    def first(self, tokens: int) -> Attention:
+        """The attention among the first tokens of the text."""
+        parts = {x: getattr(self, x)[:, :tokens] for x in ("query", "keys", "values")}
+        return dataclasses.replace(self, **parts)
 
 
 Visit = Callable[[int, Attention], Tensor]
@@ -110,6 +116,7 @@ def forward(model: Any, ids: Tensor, *, logits: bool = False) -> Tensor | None:
     arguments = {}
     if not logits and compat.accepts(model.forward, "logits_to_keep"):
         arguments["logits_to_keep"] = 1  # all logits may need more memory than everything else
+    LengthDependentRope(model).forget()
     with torch.no_grad():
         out = model(ids[None].to(input_device(model)), use_cache=False, **arguments)
     return out.logits[0] if logits else None

@@ -15,6 +15,7 @@ from h2o.analysis.collect import Attention, attend, forward, measure_layers, spa
 from h2o.analysis.figures import FIGURES
 from h2o.config import H2OConfig, resolve_config
 from h2o.config.layer_plan import LayerPlan
+from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
 from h2o.hf.simulation.simulation import simulated
 from h2o.number_checks import is_number
 from h2o.utils.draw import axes_or_new, pieces, shade_text
@@ -375,13 +376,16 @@ class Analysis:
         """Scores [H, at + 1] by layer."""
         at = self._check_step(at)
         if at not in self._scores_at:
+            rope, n = LengthDependentRope(self.model), at + 1
+            is_whole = rope.regime(n) != rope.regime(len(self))  # n tokens alone have other angles
 
             def measure(seen: Attention) -> tuple[Tensor, np.ndarray]:
-                out, scores = attend(seen)
-                return out, scores.cpu().numpy()
+                out, scores = attend(seen.first(n))
+                return attend(seen)[0] if is_whole else out, scores.cpu().numpy()
 
             last = len(self) - 1
-            by_layer = measure_layers(self.model, self._tensor[: at + 1], measure)
+            text = self._tensor if is_whole else self._tensor[:n]
+            by_layer = measure_layers(self.model, text, measure)
             self._scores_at = {last: self._scores_at[last], at: by_layer}
         return self._scores_at[at]
 

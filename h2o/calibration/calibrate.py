@@ -23,6 +23,7 @@ from h2o.config import H2OConfig
 from h2o.config.head_budgets import LEAST
 from h2o.config.profile import Profile
 from h2o.hf.model_traits import tensor_parallel
+from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
 from h2o.hf.support import transformers_layers
 from h2o.model_identity import describe, sample
 from h2o.number_checks import check_seed, is_integer, is_number
@@ -102,9 +103,11 @@ def calibrate(
         progress: called with (passes done, passes in total). Passes found in `resume` are skipped.
 
     Raises: `UnsupportedError` for a model that h2o does not support, TypeError and ValueError for
-    invalid arguments, UserError (`h2o.errors`) for a `resume` file of another kind.
+    invalid arguments, ValueError for costs that are not finite, as with weights that overflow
+    float16, UserError (`h2o.errors`) for a `resume` file of another kind.
     """
     full = analyzable_layers(model)
+    LengthDependentRope(model).forget()
     if not is_integer(draws) or draws < 1:
         raise ValueError(f"draws must be an integer of at least 1, not {draws!r}")
     check_seed(seed)
@@ -134,6 +137,12 @@ def calibrate(
         if result is None:
             progress(done, total)
             result = measure()
+            if not all(np.isfinite(numbers).all() for numbers in result.values()):
+                raise ValueError(
+                    f"the costs of a window of {piece.text} are not finite, so nothing can be "
+                    "calibrated: load the model in bfloat16 or float32 if it is in float16, and "
+                    "check its weights"
+                )
             if cells:
                 cells.put(facts, result)
         return result

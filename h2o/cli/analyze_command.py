@@ -57,6 +57,8 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         parser.error("argument --removal-tokens: must be 0 or at least 3")
     texts.check_output(parser, "--output", options.output, [options.text])
     options.setting = make_setting(options)
+    if options.setting.config.heavy == 0:
+        parser.error("argument --heavy: must be above 0: the page shows the heavy hitters")
     compare = COMPARE if options.compare is None else options.compare
     options.settings = [] if compare == "none" else parse_all(compare, None)
     for setting in options.settings:

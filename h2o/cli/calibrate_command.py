@@ -66,6 +66,12 @@ def measure(options: argparse.Namespace, contents: dict[str, str]) -> None:
 
     log = stopwatch()
     model, tokenizer = load_model(options, [from_config(H2OConfig())], log)
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if positions and options.window > positions:
+        raise ValueError(
+            f"--window {options.window} exceeds the {positions} positions of the model, beyond "
+            f"which its predictions are worthless: pass --window {positions} or less"
+        )
     ids = {
         name: tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
         for name, text in contents.items()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from h2o.model_identity import attention_difference, difference
-from h2o.number_checks import is_integer
+from h2o.number_checks import is_integer, is_number
 from h2o.utils.filesystem import atomic_write
 
 KIND = "h2o profile"
@@ -68,6 +68,9 @@ class Profile:
         for name in ("model", "weights", "settings", "versions"):
             if not isinstance(getattr(self, name), Mapping):
                 raise TypeError(f"{name} must be a mapping, not {getattr(self, name)!r}")
+        for name, numbers in self.weights.items():
+            if not isinstance(numbers, list | tuple) or not all(map(is_number, numbers)):
+                raise TypeError(f"weights of {name} must be a list of numbers, not {numbers!r}")
         if not is_integer(self.window) or self.window < 1:
             raise ValueError(f"window must be a number of tokens, not {self.window!r}")
         bounds = zip((0.0, *self.fractions), self.fractions, strict=False)

@@ -24,6 +24,7 @@ from h2o.config import H2OConfig
 from h2o.config.fields import Pinned
 from h2o.errors import UnsupportedError, UserError
 from h2o.hf.cache.new_cache import bytes_of_keys, new_cache
+from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
 
 Show = Callable[[str, int], None]
 
@@ -104,6 +105,7 @@ def time_tokens(
     streamer = Streamer(tokenizer, show, model.device)
     mask = torch.ones_like(ids)
     how |= {"do_sample": False, "streamer": streamer, **with_cache(cache)}
+    LengthDependentRope(model).forget()  # the angles of an earlier run
     with without_cudnn(model.device):
         model.generate(ids, attention_mask=mask, **how)
     start, first, *_ = streamer.seconds

@@ -165,7 +165,11 @@ def parse(text: str) -> Setting:
         if options:
             if variant not in ("h2o", "reread"):
                 raise ValueError(f"{kind} has no options")
-            fields |= map(_parse_option, options)
+            given = [_parse_option(option) for option in options]
+            names = [name for name, _ in given]
+            if twice := next((name for name in names if names.count(name) > 1), None):
+                raise ValueError(f"{twice} is given twice: remove one of the two")
+            fields |= given
         config = dataclasses.replace(config, **fields)
     except (TypeError, ValueError) as error:
         raise ValueError(f"setting {text!r}: {error} (h2o eval --help lists all)") from None

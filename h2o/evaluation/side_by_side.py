@@ -202,6 +202,12 @@ def measure(
     tracked.model_name = origin["model"]
     tracked.model_name_sanitized = sanitize_model_name(origin["model"])
     tracker.save_results_aggregated(results=results, samples=samples)
+    date = getattr(tracker, "date_id", None)  # lm-eval only logs that it could not write
+    if date is None or not any(output.rglob(f"*_{date}.json")):
+        raise UserError(
+            f"lm-eval could not write its results to {where['output_path']}. When the disk has "
+            "room and the folder is writable, run the command again: it keeps the answers"
+        )
     if config.log_samples:
         for task, logged in samples.items():
             tracker.save_results_samples(task_name=task, samples=logged)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -362,11 +363,25 @@ def _describe_tokenizer(tokenizer: Any) -> str:
 
 
 def _paths(text: str) -> Iterator[Path]:
-    """Paths in an argument: a path, name=path,name=path, or JSON."""
-    for part in text.replace('"', ",").replace("=", ",").split(","):
-        path = Path(part.strip())
-        if part.strip() and path.exists():
-            yield path.resolve()
+    """Paths in an argument: the text itself, those in JSON, or those in name=path,name=path. A path
+    may contain commas and equals signs, as "lr=0.1" does."""
+    try:
+        listed = _strings(json.loads(text))
+    except (ValueError, RecursionError):
+        listed = [part.strip() for part in text.split(",")]
+    values = [part.partition("=")[2] for part in listed]
+    for part in dict.fromkeys((text, *listed, *values)):
+        # Unlike Path.exists, this is also False for a text too long for a file name.
+        if part and os.path.exists(part):
+            yield Path(part).resolve()
+
+
+def _strings(content: Any) -> list[str]:
+    """All texts in a JSON value."""
+    if isinstance(content, dict | list):
+        inner = content.values() if isinstance(content, dict) else content
+        return [text for value in inner for text in _strings(value)]
+    return [content] if isinstance(content, str) else []
 
 
 def _files_below(path: Path) -> list[Path]:

@@ -145,6 +145,7 @@ def test_what_sees_the_future_is_marked():
         "retrieval:0.2",
         "calibrated-reread:0.2",
         "h2o:0.2/value_weighted=perhaps",
+        "h2o:0.2/sinks=4/sinks=8",
     ],
 )
 def test_refused(text):

@@ -475,6 +475,14 @@ def test_a_folder_that_cannot_be_written_is_known_first(tmp_path, capsys, monkey
     assert "name another output folder" in fails(capsys, code)
 
 
+def test_results_that_cannot_be_written(folder, tmp_path, capsys):
+    """lm-eval only logs this, so the command would say that the results are written."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "full").write_text("in the way")
+    code = run(folder, "--compare", "full", "--limit", 1, "-o", tmp_path / "out")
+    assert "could not write its results" in fails(capsys, code)
+
+
 def test_results_are_written_without_being_asked(folder, tmp_path, monkeypatch):
     """The first command of docs/how_to/evaluate.md has no --output_path and must write results."""
     assert run(folder, "--limit", 1) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -20,6 +21,7 @@ from transformers import (
 import h2o
 from h2o import H2OCache, H2OConfig, UnsupportedError, patched
 from h2o.compat import CACHE, CROPS_TO_LENGTH, with_cache
+from h2o.evaluation.generation import time_tokens
 from tests.hf.tiny import greedy, prompts
 
 pytestmark = pytest.mark.timeout(120)
@@ -99,6 +101,38 @@ def test_a_long_text_read_before_in_chunks():
     cache = H2OCache(untouched.config, config)
     out = untouched.generate(short, generation_config=settings, **with_cache(cache))
     assert result.ids == out[0, 50:].tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("at", [59, 45, 20])
+def test_an_analysis_up_to_a_token_has_the_angles_of_the_whole_text(kind, at):
+    """Nor does it have the angles of a longer text that the model has processed before."""
+    ours, (ids, longer) = llama(kind), prompts(60, 90)
+    twin = copy.deepcopy(ours)
+    twin.set_attn_implementation("eager")
+    dense = twin(ids, use_cache=False, output_attentions=True).attentions
+    ours(longer, use_cache=False)
+    analysis = h2o.analyze(ours, ids, **SMALL)
+    for layer, p in enumerate(dense):
+        want = p[0, :, : at + 1, : at + 1].sum(1).numpy()
+        got = analysis.scores(layer, "query", at=at)
+        np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-4)
+
+
+def test_runs_that_are_compared_do_not_depend_on_their_order():
+    """An earlier run has generated, so it has seen a longer text."""
+    ours, (ids, longer) = llama("dynamic"), prompts(60, 90)
+    caches = [H2OCache(ours.config, **SMALL) for _ in range(2)]
+    want = time_tokens(ours, None, ids, caches[0], max_new_tokens=10).tokens
+    ours(longer, use_cache=False)
+    assert time_tokens(ours, None, ids, caches[1], max_new_tokens=10).tokens == want
+
+
+def test_a_calibration_after_a_longer_text():
+    ours, (ids, longer) = llama("dynamic"), prompts(96, 90)
+    want = h2o.calibrate(ours, ids, window=48, refine=0).shares
+    ours(longer, use_cache=False)
+    assert h2o.calibrate(ours, ids, window=48, refine=0).shares == want
 
 
 @pytest.mark.parametrize("name", PHIS)

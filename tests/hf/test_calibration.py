@@ -313,6 +313,11 @@ def test_models_that_cannot_be_calibrated():
         h2o.calibrate(tiny.model("mistral-window"), ids_of(), window=WINDOW)
     with pytest.raises(RuntimeError, match="eval"):
         h2o.calibrate(tiny.model("llama").train(), ids_of(), window=WINDOW)
+    overflowing = tiny.model("llama")
+    overflowing.model.layers[1].mlp.down_proj.weight[0, 0] = torch.inf
+    for refine in (0.2, 0):
+        with pytest.raises(ValueError, match="costs of a window of text are not finite"):
+            h2o.calibrate(overflowing, ids_of(), window=WINDOW, refine=refine)
 
 
 # ---- profiles ------------------------------------------------------------------------------------
@@ -332,6 +337,8 @@ def test_save_and_load(profile, tmp_path):
         ({"shares": None}, "damaged"),
         ({"model": "llama"}, "damaged"),
         ({"weights": [1.0]}, "damaged"),
+        ({"weights": {"lm_head.weight": 5}}, "damaged"),
+        ({"weights": {"lm_head.weight": [1.0, None]}}, "damaged"),
         ({"shares": [[[1, -1]]] * 5}, "positive"),
     ]:
         path.write_text(json.dumps(content | change))
