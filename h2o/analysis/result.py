@@ -279,9 +279,8 @@ class Analysis:
         config would hold when the token comes. Another config, passed as to `analyze`, takes
         another forward pass.
         """
-        chosen = None
-        if h2o_config or parameters:
-            chosen = resolve_config(h2o_config, parameters, self.retained_mass)
+        given = h2o_config or parameters
+        chosen = resolve_config(h2o_config, parameters, self.retained_mass) if given else None
         mass = self.simulate_cache(chosen)[self._check_layer(layer)].retained
         return mass if per_token else mass.mean(-1)
 
