@@ -208,8 +208,9 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
         self.plan.dropped.append(block.block_id)
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
-        for known in (self.found, self.hashes, self.prompts.prefilling):
+        for known in (self.found, self.hashes):
             known.pop(request.request_id, None)
+        self._leave([request.request_id])  # after a preemption it has no blocks, but had a page
         self.plan.left.update(self._pages(block_ids))
         return False, None
 

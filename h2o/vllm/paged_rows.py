@@ -150,12 +150,12 @@ def plan(
             again.append((page, begin))
             continue
         opens = length == end - begin
+        request = requests.get(page) or PagedRequest(length if opens else 0)
         if opens:
             begun.chunks.pop(page, None)  # left by another request
-        elif end - begin == 1 and page not in begun.chunks:
+        elif end - begin == 1 and length > request.first:
             single.append((page, begin))
             continue
-        request = requests.get(page) or PagedRequest(length)
         # A prompt that was cut before its end is cut again after each further chunk.
         buffer = begun.chunks[page].buffer if page in begun.chunks else None
         is_first = opens or page in begun.chunks

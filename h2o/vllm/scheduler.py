@@ -19,10 +19,11 @@ from h2o.vllm.validation import entry_of
 
 
 class PrefixScheduler(Scheduler):
-    """vLLM's scheduler with three changes. A prompt that does not fit in one pass waits until it
+    """vLLM's scheduler with four changes. A prompt that does not fit in one pass waits until it
     can be kept whole. The prefix that a request names is prefilled up to its end, and then the rest
     in chunks of a size that does not depend on other requests, since each chunk is cut separately.
-    A preempted request prefills its prompt only, and decodes the tokens of its answer again."""
+    A preempted request prefills its prompt only, and decodes the tokens of its answer again. A
+    session, which may get another turn, has only one decode step planned at a time."""
 
     room_is_awaited = False
     """Whether a waiting request could not begin in this pass for lack of room"""
@@ -63,6 +64,10 @@ class PrefixScheduler(Scheduler):
             most = 1 if reads_by_token(arguments_of(request)) else self._largest_chunk()
             chunk = min(most, prompt - computed)
             return chunk if chunk <= room else 0
+        if request.resumable and request.num_output_placeholders:
+            return (
+                0  # if that token ends the turn, a further step would already have stored its key
+            )
         return min(room, 1)  # more than one token of the answer is left only after a preemption
 
     def _gets_buffer(self, request: Any) -> bool:

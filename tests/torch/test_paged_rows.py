@@ -248,10 +248,12 @@ def test_pinned_keys_stay(name, room):
     assert math.isfinite(layer.store.eviction().kept)
 
 
-def test_pinned_keys_where_prompts_are_cut_after_each_chunk():
+@pytest.mark.parametrize("chunks", [[16, 8, 16], [16, 9, *[1] * 15]])
+def test_pinned_keys_where_prompts_are_cut_after_each_chunk(chunks):
+    """A chunk of one token is not a decode step, since its key may be pinned."""
     layer, begun, each = paged(CONFIGS["tokens"]), PartialPrompts(0), talk(7, 40, 70)
     each.page, each.pinned = 3, [(6, 10), (25, 29)]
-    for tokens in [16, 8, 16, *[1] * 30]:
+    for tokens in [*chunks, *[1] * 30]:
         feed(layer, begun, [(each, tokens)])
     positions = held(layer, 3)[0]
     assert all({*range(6, 10), *range(25, 29)} <= {*head.tolist()} for head in positions)

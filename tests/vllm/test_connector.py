@@ -90,6 +90,16 @@ def test_a_request_leaves_its_pages_in_every_group_of_ours():
     assert passes(made, a=100).stores == []
 
 
+def test_a_request_that_ends_right_after_its_preemption_leaves_its_page():
+    """vLLM has taken its blocks by then, but the worker still has its prompt."""
+    made = connector(PAGE)
+    admit(made, request(), 3)
+    assert passes(made, a=32).left == set()
+    made.request_finished_all_groups(request(), ([],))
+    assert not made.prompts.prefilling
+    assert passes(made, preempted="a").left == {3}
+
+
 def test_a_session_that_goes_on_stores_no_prefix():
     """A session's next turn is fed from where the last one ended, not from the beginning of a
     prompt."""

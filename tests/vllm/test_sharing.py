@@ -81,6 +81,35 @@ def test_a_prefix_is_read_once(name, chunk, llama, monkeypatch):
         assert worker_prompts(llm).requests == before + 1
 
 
+def test_a_prefix_that_ends_with_a_chunk_of_one_token(llama):
+    """With "cut": "chunk" such a prefix must be stored, and its last token pinned."""
+    folder, model = llama
+    model.set_attn_implementation("h2o")
+    (beginning,), config = prompts((33,), 5), H2OConfig(heavy=20, recent=8)
+    requests = [beginning + rest for rest in prompts((20, 12), 6)]
+
+    def read(pinned):
+        answers = []
+        for ids in requests:
+            cache = H2OCache(model.config, config, pinned=pinned)
+            with torch.no_grad():
+                for part in (ids[:32], ids[32:33]):
+                    model(torch.tensor([part]), **with_cache(cache))
+            known = {"max_new_tokens": NEW, "do_sample": False}
+            out = model.generate(torch.tensor([ids]), **with_cache(cache), **known)
+            answers.append(out[0, len(ids) :].tolist())
+        return answers
+
+    wanted = read([(28, 33)])
+    assert wanted != read([(28, 32)])
+    pins = {"h2o_prefix": 33, "h2o_pinned": "28:33"}
+    entry = {"heavy": 20, "recent": 8, "cut": "chunk"}
+    with engine(folder, entry, max_num_batched_tokens=32) as llm:
+        for _ in range(2):
+            assert [served(llm, [ids], extra_args=pins)[0] for ids in requests] == wanted
+        assert worker_prompts(llm).requests == 3
+
+
 def test_samples_of_one_prompt_and_pins(llama):
     """Pins are settings, so requests share a prefix only if their pins agree. The pins are within
     it."""
