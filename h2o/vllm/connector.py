@@ -118,6 +118,8 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
         """The stored prompt of each request that waits for a page"""
         self.hashes: dict[str, PromptHashes] = {}
         """Hashes of each request, cached because a waiting request needs them in every pass"""
+        self.held: dict[str, list[int]] = {}
+        """Pages of each request that has some"""
 
     requires_kv_delivery = False
 
@@ -151,6 +153,7 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
             return
         name, page, whole = request.request_id, pages[0], False
         self._leave([name])  # it may start over after a preemption
+        self.held[name] = pages
         found = self.found.pop(name, None)
         if num_external_tokens:
             assert found is not None
@@ -195,7 +198,10 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
         return [blocks[i][0] for i in self.groups if i < len(blocks) and blocks[i]]
 
     def _leave(self, requests: Iterable[str]) -> None:
-        self.plan.left |= self.prompts.leave(requests)
+        """Forget requests that have left or start over, and report their pages."""
+        for name in requests:
+            self.prompts.prefilling.pop(name, None)
+            self.plan.left.update(self.held.pop(name, ()))
 
     def _keep(self, block: Any, *, again: bool = False) -> None:
         """Put the page of a stored prompt at the end of the free pages."""
@@ -210,8 +216,7 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
         for known in (self.found, self.hashes):
             known.pop(request.request_id, None)
-        self._leave([request.request_id])  # after a preemption it has no blocks, but had a page
-        self.plan.left.update(self._pages(block_ids))
+        self._leave([request.request_id])
         return False, None
 
     def reset_cache(self) -> bool:
@@ -235,6 +240,8 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker_prompts.leave(kv_connector_metadata.left)
         for page in kv_connector_metadata.left:
             self.engine.requests.pop(page, None)
+            for store in stores_of(self.impls):
+                store.release(page)
         for page, (prompt, arguments) in kv_connector_metadata.requests.items():
             self.engine.requests[page] = read_request(
                 arguments, prompt, self.engine.budget, self.keys

@@ -105,6 +105,12 @@ class PageStore:
             assert self.pages.starts is not None
             _write(self.pages.starts[page], list(itertools.accumulate(sizes, initial=0)))
 
+    def release(self, page: int) -> None:
+        """Zero a page whose request has left, if others may write to it. The fields of slots can be
+        NaN or infinite as keys, and vLLM's attention multiplies masked keys by 0."""
+        if not self.alone:
+            self._memory[page].zero_()
+
     def copy(self, page: int, other: int) -> None:
         """Copy a page to page `other`. The evictions of `page` are still counted only once."""
         self.evicted += self._evicted(slice(other, other + 1))

@@ -65,9 +65,7 @@ class PrefixScheduler(Scheduler):
             chunk = min(most, prompt - computed)
             return chunk if chunk <= room else 0
         if request.resumable and request.num_output_placeholders:
-            return (
-                0  # if that token ends the turn, a further step would already have stored its key
-            )
+            return 0  # if that token ends the turn, a further step would have stored its key
         return min(room, 1)  # more than one token of the answer is left only after a preemption
 
     def _gets_buffer(self, request: Any) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import array
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from h2o.vllm.paged_request import CONTEXT, PREFIX, reads_by_token
@@ -148,11 +148,6 @@ class StoredPrompts:
         for page in pages:
             self.drop(page)
         return pages
-
-    def leave(self, requests: Iterable[str]) -> set[int]:
-        """Forget requests that have left in the middle of their prompts. Return their pages."""
-        gone = [self.prefilling.pop(request) for request in requests if request in self.prefilling]
-        return {page for one in gone for page in one.pages}
 
 
 def _pending_hashes(one: Prefill) -> set[bytes]:

@@ -83,13 +83,6 @@ def test_prompts_that_began_with_other_weights_are_not_stored():
     assert prompts.advance({"c": 22}) == [(5, of(30).whole)]
 
 
-def test_who_leaves_in_the_middle_of_a_prompt():
-    prompts = StoredPrompts()
-    prompts.prefilling["a"] = Prefill(of(30, 20), [3, 5], 8)
-    assert prompts.leave(["a", "b"]) == {3, 5}
-    assert prompts.leave(["a"]) == set()
-
-
 def test_keys_that_a_stored_prompt_has_evicted_count_once():
     """Evicted keys count once, however often a prompt's page is copied and whoever takes the
     copies."""

@@ -111,6 +111,19 @@ def test_full_attention_beside_sliding_windows(name, entry, tmp_path):
             assert served(llm, requests) == wanted
 
 
+def test_windows_in_blocks_that_were_pages(tmp_path):
+    """Fields of a page that its request has left can be NaN as keys, so vLLM must not find them
+    where it masks keys of a window."""
+    model = tiny("gemma2", tmp_path, sliding_window=32, tie_word_embeddings=True, head_dim=32)
+    entry = {"heavy": 60, "recent": 40}
+    requests = prompts((40, 100, 7, 60, 90, 33, 120, 20))
+    wanted = alone(model, requests, H2OConfig(**entry))
+    options = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "num_gpu_blocks_override": 20}
+    with engine(tmp_path, entry, **options) as llm:
+        for _ in range(2):
+            assert served(llm, requests) == wanted
+
+
 def test_who_leaves_in_the_middle_of_a_prompt_harms_no_windows(tmp_path):
     """The pages that two requests left may already hold windows of others when the next prompt
     needs their buffers for chunks."""
