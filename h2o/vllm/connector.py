@@ -237,10 +237,11 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Update the active requests. vLLM calls this before every pass."""
+        stores = stores_of(self.impls)
         self.worker_prompts.leave(kv_connector_metadata.left)
         for page in kv_connector_metadata.left:
             self.engine.requests.pop(page, None)
-            for store in stores_of(self.impls):
+            for store in stores:
                 store.release(page)
         for page, (prompt, arguments) in kv_connector_metadata.requests.items():
             self.engine.requests[page] = read_request(

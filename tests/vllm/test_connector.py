@@ -115,7 +115,7 @@ def test_workers_know_what_the_requests_of_pages_ask_for():
     made, worker = connector(PAGE, is_shared=False), connector(PAGE)
     budget = PageBudget(H2OConfig(heavy=8, recent=8), 2, 256)
     worker.worker_prompts, worker.keys = WorkerPrompts(), example_keys(2, 8, torch.float32)
-    worker.engine = SimpleNamespace(requests={}, budget=budget)
+    worker.engine, worker.impls = SimpleNamespace(requests={}, budget=budget), []
 
     def known(**scheduled):
         worker.handle_preemptions(passes(made, **scheduled))
