@@ -165,7 +165,7 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
             wanted = self._hashes_of(request)
             nothing = PromptHashes(request.num_prompt_tokens, b"", prefix_of(request), None)
             self.prompts.prefilling[name] = Prefill(
-                wanted or nothing, pages, num_external_tokens, wanted is not None
+                wanted or nothing, page, num_external_tokens, wanted is not None
             )
 
     def build_connector_meta(self, scheduler_output: Any) -> Plan:

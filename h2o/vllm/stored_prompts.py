@@ -79,8 +79,8 @@ class Prefill:
     """A request whose prompt is being prefilled."""
 
     hashes: PromptHashes
-    pages: list[int]
-    """The request's page in each group of layers. There are several groups with sliding windows"""
+    page: int
+    """The request's page. Prompts are only stored if all layers are in one group"""
     tokens_prefilled: int
     """Number of tokens prefilled, including those of the pass that is planned"""
     exact: bool = True
@@ -127,7 +127,7 @@ class StoredPrompts:
                 del self.prefilling[request]
                 if new > 1:  # one token is a decode step, whose attention output is not noted
                     done.append((one, wanted.whole))
-        return [(one.pages[0], key) for one, key in done if one.exact]
+        return [(one.page, key) for one, key in done if one.exact]
 
     def put(self, key: bytes, page: int) -> None:
         self.pages[key] = page

@@ -15,15 +15,8 @@ from torch import Tensor
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_switch import use_attention
 from h2o.hf.batching import joint_prefill
-from h2o.hf.batching.compiled_prefill import MOST_PROMPTS, CompiledPrefill
-from h2o.hf.batching.request import (
-    ActiveRequest,
-    Prompt,
-    Request,
-    Result,
-    Settings,
-    likeliest,
-)
+from h2o.hf.batching.compiled_prefill import CompiledPrefill
+from h2o.hf.batching.request import ActiveRequest, Prompt, Request, Result, Settings, likeliest
 from h2o.hf.batching.row_batch import RowBatch, row_bytes, row_report
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.model_traits.wrappers import unwrap
@@ -92,6 +85,11 @@ class Scheduler:
         """Number of idle rows. Until the bytes of a row are known, one row is assumed."""
         return self.running.count(None) if self.running else self.rows or 1
 
+    @property
+    def _waits_for_graph(self) -> bool:
+        """Whether later prompts are prefilled by a graph, which needs a first prompt's budgets."""
+        return self.uses_graph_prefill and self.compiled_prefill is None
+
     def _begin(self) -> Iterator[Result]:
         """Choose the prompts to prefill next: one, or several short ones for the idle rows."""
         while len(self.prefilling) < self._idle_rows():
@@ -106,8 +104,7 @@ class Scheduler:
                 return
             self.prefilling.append(self.next)
             self.next = None
-            waits_for_graph = self.uses_graph_prefill and self.compiled_prefill is None
-            if waits_for_graph or not joint_prefill.can_share(self.prefilling[0]):
+            if self._waits_for_graph or not joint_prefill.can_share(self.prefilling[0]):
                 return
 
     def _prepare(self, index: int, prompt: Prompt) -> Iterator[Result]:
@@ -193,10 +190,8 @@ class Scheduler:
         idle = [row for row, x in enumerate(self.running) if x is None][: len(joining)]
         tokens = [running.prompt_tokens + settings.virtual for running, _ in joining]
         self.batch.join(idle, cache, [row for _, row in joining], tokens)
-        needs_graph = self.uses_graph_prefill and self.compiled_prefill is None
-        if needs_graph and cache.config == settings.config:
-            most = min(MOST_PROMPTS, max(1, len(self.running) // 4))
-            self.compiled_prefill = CompiledPrefill(settings.model, cache, most)
+        if self._waits_for_graph and cache.config == settings.config:
+            self.compiled_prefill = CompiledPrefill(settings.model, cache, len(self.running))
         for row, (running, _) in zip(idle, joining, strict=True):
             self.running[row] = running
 

@@ -30,8 +30,7 @@ from h2o.hf.layers.pass_runners import PackedRunner
 from h2o.hf.prompt.scorers import AttentionScorer
 
 MOST_PROMPTS = 8
-"""Largest number of prompts in one forward pass. Each needs a row of slots, so that a quarter of
-the rows is the limit if it is lower."""
+"""Largest number of prompts in one forward pass."""
 
 
 class CompiledPrefill:
@@ -40,11 +39,14 @@ class CompiledPrefill:
 
     Args:
         like: a cache of one row that has read a prompt. Only its budgets are used.
-        prompts: largest number of prompts in a forward pass. Each needs a row of slots.
+        rows: number of rows of the batch. Each prompt of a pass needs a row of slots too, so a pass
+            has at most a quarter as many prompts.
     """
 
-    def __init__(self, model: Any, like: H2OCache, prompts: int) -> None:
-        self.model, self.prompts = model, prompts
+    def __init__(self, model: Any, like: H2OCache, rows: int) -> None:
+        self.model = model
+        self.prompts = prompts = min(MOST_PROMPTS, max(1, rows // 4))
+        """Largest number of prompts in a forward pass"""
         self.cache = H2OCache(model.config, like.config, compileable=True)
         """Prompt i of the last forward pass is in row i"""
         self._bounds = writable(torch.zeros(prompts + 1, dtype=torch.int64, device="cpu"))
