@@ -79,13 +79,8 @@ def analyzable_layers(model: Any) -> list[int]:
     return full
 
 
-def watch(model: Any, ids: Tensor, visit: Visit, *, logits: bool = False) -> Tensor | None:
-    """Run a model on a text. `visit` computes the attention of its full layers.
-
-    Args:
-        ids: [n], without padding.
-        logits: whether to return the logits [n, vocabulary].
-    """
+def watch(model: Any, ids: Tensor, visit: Visit, *, logits: bool = False) -> Tensor:
+    """Do what `forward` does, with `visit` computing the attention of the full layers."""
 
     def attention(call: AttentionCall) -> Tensor:
         logits = call.scale, call.softcap, call.sink_logits
@@ -97,29 +92,34 @@ def watch(model: Any, ids: Tensor, visit: Visit, *, logits: bool = False) -> Ten
 
 
 def measure_layers(
-    model: Any, ids: Tensor, measure: Callable[[Attention], tuple[Tensor, Result]]
+    model: Any, ids: Tensor, measure: Callable[[int, Attention], tuple[Tensor, Result]]
 ) -> dict[int, Result]:
     """Run a model on a text, and `measure` each full layer. `measure` returns the layer's attention
     output [n, H, D] and a result. The results are returned by layer."""
     results: dict[int, Result] = {}
 
     def visit(layer: int, seen: Attention) -> Tensor:
-        out, results[layer] = measure(seen)
+        out, results[layer] = measure(layer, seen)
         return out
 
     watch(model, ids, visit)
     return results
 
 
-def forward(model: Any, ids: Tensor, *, logits: bool = False) -> Tensor | None:
-    """Run a model on a text [n]. Returns the logits [n, vocabulary] if `logits` is true."""
+def forward(model: Any, ids: Tensor, *, logits: bool = False) -> Tensor:
+    """Run a model on a text [n] without padding.
+
+    Returns:
+        the logits [n, vocabulary]. Unless `logits` is true, they may be those of the last token
+        only, because all logits may need more memory than everything else.
+    """
     arguments = {}
     if not logits and compat.accepts(model.forward, "logits_to_keep"):
-        arguments["logits_to_keep"] = 1  # all logits may need more memory than everything else
+        arguments["logits_to_keep"] = 1
     LengthDependentRope(model).forget()
     with torch.no_grad():
         out = model(ids[None].to(input_device(model)), use_cache=False, **arguments)
-    return out.logits[0] if logits else None
+    return out.logits[0]
 
 
 def attend(seen: Attention) -> tuple[Tensor, Tensor]:

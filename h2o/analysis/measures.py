@@ -71,12 +71,12 @@ def top(scores: np.ndarray, k: int) -> np.ndarray:
     return chosen
 
 
-def jaccard(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Jaccard index [x, y] of each set in a [x, n] with each set in b [y, n]: the number of common
-    members over the number of all members. It is 1 for two empty sets."""
-    common = a.astype(np.float64) @ b.astype(np.float64).T
-    either = a.sum(-1)[:, None] + b.sum(-1) - common
-    return np.where(either > 0, common / np.where(either > 0, either, 1), 1.0)
+def jaccard(sets: np.ndarray) -> np.ndarray:
+    """Jaccard index [..., x, x] of each pair of sets [..., x, n], none of them empty: the number of
+    common members over the number of all members."""
+    common = sets.astype(np.float64) @ sets.astype(np.float64).swapaxes(-1, -2)
+    sizes = sets.sum(-1)
+    return common / (sizes[..., None] + sizes[..., None, :] - common)
 
 
 def per_type(ids: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

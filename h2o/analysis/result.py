@@ -59,25 +59,29 @@ class Analysis:
     The methods raise ValueError for a layer that was not analyzed and for other wrong arguments.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        ids: Tensor,
-        config: H2OConfig,
-        prompt_length: int,
-        measured: dict[int, tuple[np.ndarray, np.ndarray]],
-    ) -> None:
-        """`measured` has for each layer, with nothing evicted, the scores [H, n] float32 and the
-        shares of entries below THRESHOLD [H]."""
+    def __init__(self, model: Any, ids: Tensor, config: H2OConfig, prompt_length: int) -> None:
+        """Measure a text [n] without padding."""
         self.model, self.config, self.prompt_length = model, config, prompt_length
-        self.layers = sorted(measured)
-        """Numbers of the layers with full attention"""
         self.ids: np.ndarray = ids.cpu().numpy()
         """int64 [n], the text without padding"""
         self._tensor = ids
-        last = len(ids) - 1
-        self._scores_at = {last: {layer: scores for layer, (scores, _) in measured.items()}}
-        self._small = {THRESHOLD: {layer: small for layer, (_, small) in measured.items()}}
+        small: dict[int, np.ndarray] = {}
+
+        def measure(layer: int, seen: Attention) -> tuple[Tensor, np.ndarray]:
+            small[layer] = sparsity(seen, THRESHOLD).cpu().numpy()
+            out, scores = attend(seen)
+            if not scores.isfinite().all():
+                raise ValueError(
+                    f"the attention of layer {layer} is not finite, so nothing can be measured: "
+                    "load the model in bfloat16 or float32 if it is in float16, and check its "
+                    "weights"
+                )
+            return out, scores.cpu().numpy()
+
+        self._scores_at = {len(ids) - 1: measure_layers(model, ids, measure)}
+        self._small = {THRESHOLD: small}
+        self.layers = sorted(small)
+        """Numbers of the layers with full attention"""
         self.caches: dict[H2OConfig, dict[int, Cached]] = {}
         """Results of `simulate_cache` so far, by config and layer"""
         self.removals: dict[tuple[str, float, int, int], float] = {}
@@ -135,21 +139,18 @@ class Analysis:
                 it, and `held` says whether a cache would have the key or it is the token's own.
         """
         at = self._check_step(at)
-        if head is None:
-            scores = self.scores(layer, "layer", at=at)
-        else:
-            scores = self.scores(layer, per, at=at)
-            if per == "layer" or not 0 <= head < len(scores):
-                raise ValueError(
-                    f'there is no head {head} with per="{per}": kv has {self.groups} heads, query '
-                    f"{self.heads}"
-                )
-            scores = scores[head]
+        scores = self.scores(layer, "layer" if head is None else per, at=at)
         held = (self.evicted_at(layer)[:, : at + 1] > at).astype(float)
         if head is None:
             held = held.mean(0)
+        elif per == "layer" or not 0 <= head < len(scores):
+            raise ValueError(
+                f'there is no head {head} with per="{per}": kv has {self.groups} heads, query '
+                f"{self.heads}"
+            )
         else:
-            held = held[head if per == "kv" else head * self.groups // self.heads]
+            held = held[head * self.groups // len(scores)]
+            scores = scores[head]
         texts = pieces(tokenizer, self.ids[: at + 1])
         return [
             Token(int(j), texts[j], float(scores[j]), float(held[j]))
@@ -168,7 +169,7 @@ class Analysis:
             raise ValueError(f"threshold must be above 0 and at most 1, not {threshold!r}")
         if threshold not in self._small:
 
-            def measure(seen: Attention) -> tuple[Tensor, np.ndarray]:
+            def measure(_: int, seen: Attention) -> tuple[Tensor, np.ndarray]:
                 return attend(seen)[0], sparsity(seen, threshold).cpu().numpy()
 
             self._small[threshold] = measure_layers(self.model, self._tensor, measure)
@@ -198,18 +199,15 @@ class Analysis:
             return np.stack([self._overlap_of_halves(layer, per) for layer in self.layers])
         per = "layer" if by == "layer" else per
         sets = [measures.top(self.scores(x, per), self.heavy(x)) for x in self.layers]
-        if by == "head":
-            return np.stack([measures.jaccard(x, x) for x in sets])
-        return measures.jaccard(np.stack(sets), np.stack(sets))
+        return measures.jaccard(np.stack(sets))
 
     def _overlap_of_halves(self, layer: int, per: str) -> np.ndarray:
         half = len(self) // 2
         early = self.scores(layer, per, at=half - 1)
         late = self.scores(layer, per)[..., :half] - early
         k = min(self.heavy(layer), max(half // 2, 1))
-        first, second = np.atleast_2d(measures.top(early, k), measures.top(late, k))
-        both = np.diagonal(measures.jaccard(first, second))
-        return both[0] if per == "layer" else both
+        first, second = measures.top(early, k), measures.top(late, k)
+        return (first & second).sum(-1) / (first | second).sum(-1)
 
     def frequency(self) -> dict[str, np.ndarray]:
         """Spearman's rank correlation of attention with a token's count in the text, each [L].
@@ -378,7 +376,7 @@ class Analysis:
             rope, n = LengthDependentRope(self.model), at + 1
             is_whole = rope.regime(n) != rope.regime(len(self))  # n tokens alone have other angles
 
-            def measure(seen: Attention) -> tuple[Tensor, np.ndarray]:
+            def measure(_: int, seen: Attention) -> tuple[Tensor, np.ndarray]:
                 out, scores = attend(seen.first(n))
                 return attend(seen)[0] if is_whole else out, scores.cpu().numpy()
 
