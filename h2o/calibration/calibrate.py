@@ -26,7 +26,7 @@ from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
 from h2o.hf.support import transformers_layers
 from h2o.model_identity import describe, sample
-from h2o.number_checks import check_seed, is_integer, is_number
+from h2o.number_checks import check_count, check_seed, is_integer, is_number
 from h2o.result_file import ResultFile, provenance
 
 FRACTIONS = (0.04, 0.1, 0.2, 0.4, 0.7)
@@ -49,10 +49,6 @@ class Window:
     text: str
     ids: Tensor
     """int64 [n]"""
-
-    @property
-    def sha256(self) -> str:
-        return _sha256(self.ids)
 
 
 def calibrate(
@@ -108,8 +104,7 @@ def calibrate(
     """
     full = analyzable_layers(model)
     LengthDependentRope(model).forget()
-    if not is_integer(draws) or draws < 1:
-        raise ValueError(f"draws must be an integer of at least 1, not {draws!r}")
+    check_count("draws", draws)
     check_seed(seed)
     fractions = tuple(sorted(set(map(float, fractions))))
     if not fractions or not 0 < fractions[0] <= fractions[-1] <= 1:
@@ -124,7 +119,8 @@ def calibrate(
     }  # fmt: skip
     origin = provenance(model, None, str(getattr(model.config, "model_type", "")))
     origin = _gather(model, origin)[0]  # the fingerprint must be the same in all processes
-    cells = ResultFile(Path(resume)) if resume is not None and _rank(model) == 0 else None
+    rank, _ = tensor_parallel.part(model)
+    cells = ResultFile(Path(resume)) if resume is not None and rank == 0 else None
     low = [x for x in fractions if x <= refine]
     total = len(chosen) + len(low) * STEPS * min(STEP_WINDOWS, len(chosen))
     count = itertools.count()
@@ -132,7 +128,7 @@ def calibrate(
     def once(piece: Window, measure: Callable[[], dict[str, Any]], **more: Any) -> dict[str, Any]:
         """Measure on a window, or return the result of an earlier run."""
         done = next(count)
-        facts = {"window": piece.sha256, "settings": settings, "origin": origin, **more}
+        facts = {"window": _sha256(piece.ids), "settings": settings, "origin": origin, **more}
         result = _gather(model, cells.find(facts) if cells else None)[0]
         if result is None:
             progress(done, total)
@@ -154,9 +150,8 @@ def calibrate(
     table = np.mean([x["costs"] for x in alone], axis=0)
     tables: dict[float, np.ndarray] = {}
     in_order = itertools.cycle(chosen)
-    shares = np.ones(table.shape[:2])
     for fraction in reversed(fractions):
-        if fraction not in low or not tables or min(tables) not in low:
+        if fraction not in low or fraction == low[-1]:
             shares = _shares(table, grid, fraction, window)
         if fraction in low:  # starts from the refined shares of the next larger budget, if any
             for _ in range(STEPS):
@@ -199,8 +194,8 @@ def iterate_windows(input_ids: Any, window: int, limit: int | None) -> Iterator[
     """
     if not is_integer(window) or window <= 2 * LEAST:
         raise ValueError(f"window must be more than {2 * LEAST} tokens, not {window!r}")
-    if limit is not None and (not is_integer(limit) or limit < 1):
-        raise ValueError(f"windows must be a whole number of at least 1, not {limit!r}")
+    if limit is not None:
+        check_count("windows", limit)
     pieces = []
     for name, ids in _texts(input_ids):
         if len(ids) < window:
@@ -234,8 +229,9 @@ def _texts(input_ids: Any) -> Iterator[tuple[str, Tensor]]:
         raise ValueError("input_ids: there is no text")
     for name, ids in named:
         if not isinstance(ids, Tensor) or ids.is_floating_point():
+            kind = f"a tensor of {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__
             raise TypeError(
-                f"input_ids: {name} is {_kind(ids)}, wanted a torch tensor of token ids: "
+                f"input_ids: {name} is {kind}, wanted a torch tensor of token ids: "
                 'h2o.calibrate(model, tokenizer(text, return_tensors="pt")["input_ids"])'
             )
         if ids.ndim == 2 and len(ids) == 1:
@@ -248,13 +244,9 @@ def _texts(input_ids: Any) -> Iterator[tuple[str, Tensor]]:
         yield name, ids.cpu().long()
 
 
-def _kind(value: Any) -> str:
-    return f"a tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
-
-
 def _costs(model: Any, piece: Window, grid: Sequence[int], draws: int, seed: int) -> np.ndarray:
     """Costs [full layers, G, grid] of a window."""
-    generator = torch.Generator("cpu").manual_seed(int(piece.sha256[:12], 16) + seed)
+    generator = torch.Generator("cpu").manual_seed(int(_sha256(piece.ids)[:12], 16) + seed)
     layers = watch_gradients(model, piece.ids, generator, draws)
     by_layer = [measure_costs(layers.pop(layer), grid, config_of_head) for layer in sorted(layers)]
     return _gather_heads(torch.stack(by_layer).numpy(), model)
@@ -265,12 +257,6 @@ def _gather_heads(local: np.ndarray, model: Any) -> np.ndarray:
     if local.shape[1] == describe(model.config).get("num_key_value_heads"):
         return local
     return np.concatenate(_gather(model, local), axis=1)
-
-
-def _rank(model: Any) -> int:
-    """Rank of this process among those over which the model is cut."""
-    mesh = tensor_parallel.mesh_of(model)
-    return 0 if mesh is None else mesh.get_local_rank()
 
 
 def _gather(model: Any, value: Any) -> list[Any]:
@@ -318,15 +304,10 @@ def _step(
 
 def scale_keys(shares: np.ndarray, mean: float, most: int) -> np.ndarray:
     """Number of keys for each head: `mean` on average, at least LEAST and at most `most`."""
-    mean = min(max(mean, LEAST), most)
-    low, high = 0.0, most * shares.size / shares.min()
-    for _ in range(60):  # bisection for the factor with this mean
-        factor = (low + high) / 2
-        if np.clip(factor * shares, LEAST, most).mean() < mean:
-            low = factor
-        else:
-            high = factor
-    return np.clip(high * shares, LEAST, most)
+    # The mean is linear in the factor, except where a head reaches a bound.
+    factors = np.sort([LEAST / shares, most / shares], axis=None)
+    means = [np.clip(factor * shares, LEAST, most).mean() for factor in factors]
+    return np.clip(np.interp(mean, means, factors) * shares, LEAST, most)
 
 
 def _expand_to_layers(
