@@ -117,14 +117,6 @@ def add_device(add: Callable[..., Any]) -> None:
         help="where the model runs: cpu, cuda, cuda:1, mps, ... (%(default)s)")  # fmt: skip
 
 
-def add_pin(add: Callable[..., Any]) -> None:
-    """Add --pin and --system."""
-    add("--system", metavar="TEXT", help="text of the chat's system message (with --chat)")
-    add("--pin", type=PINS, metavar="WHAT", help="keys that are never evicted; they count "
-        "toward the budget. system: the chat's system turn; prompt: the whole prompt; or spans of "
-        "its tokens, such as 0:40,100:120")  # fmt: skip
-
-
 def parse_count(text: str) -> int:
     """Parse a number that is at least 1."""
     try:

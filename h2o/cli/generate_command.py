@@ -10,9 +10,9 @@ from typing import Any
 
 from h2o.cli import prompts_file, texts
 from h2o.cli.cache_options import (
+    PINS,
     add_cache_options,
     add_model,
-    add_pin,
     load_model,
     make_setting,
     parse_count,
@@ -41,7 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt-file", metavar="FILE", help="a text file, - for standard input; without either "
         "option: a shipped article of 2100 tokens and a question about it")  # fmt: skip
     add("--chat", action="store_true", help="wrap the prompt in the model's chat template")
-    add_pin(add)
+    add("--system", metavar="TEXT", help="text of the chat's system message (with --chat)")
+    add("--pin", type=PINS, metavar="WHAT", help="keys that are never evicted; they count "
+        "toward the budget. system: the chat's system turn; prompt: the whole prompt; or spans of "
+        "its tokens, such as 0:40,100:120")  # fmt: skip
     add_cache_options(parser.add_argument_group("what the cache keeps"))
     add = parser.add_argument_group("how to generate").add_argument
     add("--max-new-tokens", type=parse_count, default=120, metavar="N",
@@ -72,7 +75,10 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     prompts_file.check(parser, options)
     if options.prompt_file is not None:
         options.document = texts.read(parser, "--prompt-file", options.prompt_file)
-    texts.check_encoding(parser, "--prompt", options.prompt)
+    try:
+        (options.prompt or "").encode()
+    except UnicodeEncodeError:
+        parser.error("argument --prompt: not a text in UTF-8")
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
