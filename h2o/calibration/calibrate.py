@@ -17,9 +17,8 @@ from torch import Tensor
 
 from h2o.analysis.collect import analyzable_layers
 from h2o.calibration.allocate import allocate
-from h2o.calibration.head_costs import measure_costs, watch_gradients
+from h2o.calibration.head_costs import HEAVY, SINKS, measure_costs, watch_gradients
 from h2o.calibration.refine import measure_worth, move_budgets, surround
-from h2o.config import H2OConfig
 from h2o.config.head_budgets import LEAST
 from h2o.config.profile import Profile
 from h2o.hf.model_traits import tensor_parallel
@@ -38,8 +37,6 @@ as much as the cost of each head alone."""
 
 STEPS, STEP_WINDOWS = 2, 16
 """Number of refinement steps at each of these budgets, and number of windows in a step."""
-
-SINKS, HEAVY = 4, 0.75
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,13 +171,6 @@ def calibrate(
     )  # fmt: skip
 
 
-def config_of_head(budget: int) -> H2OConfig:
-    """The config of a head that may hold `budget` keys, ranked as by `H2OConfig.robust`."""
-    heavy = int(HEAVY * (budget - SINKS))
-    recent = budget - SINKS - heavy
-    return H2OConfig(heavy=heavy, recent=recent, sinks=SINKS, score_by="mean", value_weighted=True)
-
-
 def budget_grid(window: int) -> list[int]:
     """The budgets to measure: 8, 12, 16, 24, 32, 48, ... below the window."""
     steps = itertools.chain.from_iterable((2**i, 3 * 2 ** (i - 1)) for i in itertools.count(3))
@@ -248,7 +238,7 @@ def _costs(model: Any, piece: Window, grid: Sequence[int], draws: int, seed: int
     """Costs [full layers, G, grid] of a window."""
     generator = torch.Generator("cpu").manual_seed(int(_sha256(piece.ids)[:12], 16) + seed)
     layers = watch_gradients(model, piece.ids, generator, draws)
-    by_layer = [measure_costs(layers.pop(layer), grid, config_of_head) for layer in sorted(layers)]
+    by_layer = [measure_costs(layers.pop(layer), grid) for layer in sorted(layers)]
     return _gather_heads(torch.stack(by_layer).numpy(), model)
 
 
@@ -290,7 +280,7 @@ def _step(
     budgets = surround(scale_keys(shares, fraction * window, window), LEAST, window)
 
     def measure(piece: Window) -> dict[str, Any]:
-        local, _ = measure_worth(model, piece.ids, budgets, config_of_head)
+        local, _ = measure_worth(model, piece.ids, budgets)
         return {"worth": _gather_heads(local, model).tolist()}
 
     results = [

@@ -13,7 +13,7 @@ Shape letters: H query heads, G key/value heads (H = G * R), n tokens, D head di
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,15 @@ from h2o.config import H2OConfig
 from h2o.hf.attention.attention_call import AttentionCall
 from h2o.hf.attention.attention_hook import replace_attention
 from h2o.hf.model_traits.wrappers import input_device
+
+SINKS, HEAVY = 4, 0.75
+
+
+def config_of_head(budget: int) -> H2OConfig:
+    """The config of a head that may hold `budget` keys, ranked as by `H2OConfig.robust`."""
+    heavy = int(HEAVY * (budget - SINKS))
+    recent = budget - SINKS - heavy
+    return H2OConfig(heavy=heavy, recent=recent, sinks=SINKS, score_by="mean", value_weighted=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,21 +75,18 @@ def watch_gradients(
     return layers
 
 
-def measure_costs(
-    watched: AttentionAndGradients, budgets: Sequence[int], policy: Callable[[int], H2OConfig]
-) -> Tensor:
+def measure_costs(watched: AttentionAndGradients, budgets: Sequence[int]) -> Tensor:
     """Cost of evicting in each key/value head alone at each budget, in nats per token.
 
     Args:
         budgets: numbers of tokens that a head may hold.
-        policy: function of a budget that returns the cache's config.
 
     Returns:
         float64 [G, budgets]: mean over the draws of sum_t (g_t . do_t)^2 / 2n, where do_t is the
         change of the output of the head's queries at token t with eviction from the first token on.
     """
     G, n, _ = watched.keys.shape
-    configs = [policy(min(budget, n)) for budget in budgets]
+    configs = [config_of_head(min(budget, n)) for budget in budgets]
     amounts = [config.tokens(n) for config in configs] + [(n, 0)]
     rows = len(amounts)
     q, k, v = (x.expand(rows, *x.shape) for x in (watched.query, watched.keys, watched.values))

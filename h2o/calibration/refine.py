@@ -11,7 +11,6 @@ Shape letters: H query heads, G key/value heads (H = G * R), n tokens, D head di
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,7 @@ from torch import Tensor, nn
 
 from h2o import ops
 from h2o.analysis.collect import analyzable_layers, forward
-from h2o.calibration.head_costs import ROWS
-from h2o.config import H2OConfig
+from h2o.calibration.head_costs import ROWS, config_of_head
 from h2o.config.head_budgets import expand_to_heads
 from h2o.hf.attention.attention import softmax_attention
 from h2o.hf.attention.attention_call import AttentionCall
@@ -39,15 +37,12 @@ def surround(budgets: np.ndarray, least: int, most: int) -> np.ndarray:
     return np.clip(np.rint(three), least, most).astype(int)
 
 
-def measure_worth(
-    model: Any, ids: Tensor, budgets: np.ndarray, policy: Callable[[int], H2OConfig]
-) -> tuple[np.ndarray, float]:
+def measure_worth(model: Any, ids: Tensor, budgets: np.ndarray) -> tuple[np.ndarray, float]:
     """Measure the worth to each head of the keys between its smaller and its larger budget.
 
     Args:
         ids: [n], without padding.
         budgets: int [3, full layers, G], from `surround`.
-        policy: function of a budget that returns the cache's config.
 
     Returns:
         (worth, divergence). worth is float64 [full layers, G of this process]: the increase of the
@@ -62,7 +57,7 @@ def measure_worth(
     def attention(call: AttentionCall) -> Tensor:
         query, key, value = call.query, call.key, call.value
         device = query.device
-        configs = [[policy(int(x)) for x in row] for row in budgets[:, order[call.layer]]]
+        configs = [[config_of_head(int(x)) for x in row] for row in budgets[:, order[call.layer]]]
         amounts = [[config.tokens(len(ids)) for config in row] for row in configs]
         part = tensor_parallel.part(call.module)
         by_head = expand_to_heads(amounts, key.shape[1], part)

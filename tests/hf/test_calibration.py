@@ -15,7 +15,7 @@ import h2o
 from h2o.calibration import calibrate as module
 from h2o.calibration.allocate import allocate, hull
 from h2o.calibration.calibrate import _expand_to_layers
-from h2o.calibration.head_costs import measure_costs, watch_gradients
+from h2o.calibration.head_costs import config_of_head, measure_costs, watch_gradients
 from h2o.calibration.refine import measure_worth, move_budgets, surround
 from h2o.errors import UserError
 from h2o.model_identity import describe, sample
@@ -44,11 +44,11 @@ def test_costs_are_those_of_dense_attention():
     layers = watch_gradients(model, ids, torch.Generator().manual_seed(0), draws=2)
     assert sorted(layers) == [0, 1]
     for layer, seen in layers.items():
-        table = measure_costs(seen, [8, 16, 60], module.config_of_head)
+        table = measure_costs(seen, [8, 16, 60])
         assert table.shape == (2, 3)
         assert (table[:, 2] == 0).all(), "nothing evicted"
         assert (table[:, 0] > table[:, 1]).all()
-        config = module.config_of_head(8)
+        config = config_of_head(8)
         with h2o.simulated(model, config, trace=True) as simulation:
             model(ids[None], use_cache=False)
         if layer:
@@ -121,7 +121,7 @@ def test_worth_is_the_slope_of_the_divergence(name):
 
     def run(budget, move=0.0):
         """(log-probabilities, input of the layer's output projection)"""
-        configs = [module.config_of_head(x) for x in (budget, 16)]
+        configs = [config_of_head(x) for x in (budget, 16)]
         heavy, recent = (
             [[getattr(x, field) for x in (configs if i == layer else configs[1:] * 2)]
              for i in range(len(kinds))]
@@ -147,7 +147,7 @@ def test_worth_is_the_slope_of_the_divergence(name):
     def divergence(said):
         return (full.exp() * (full - said)).sum().item() / 60
 
-    measured, total = measure_worth(model, ids, budgets, module.config_of_head)
+    measured, total = measure_worth(model, ids, budgets)
     assert total == pytest.approx(divergence(run(16)[0]), rel=1e-3)
     change = run(13)[1] - run(20)[1]
     step = 0.02
