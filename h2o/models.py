@@ -119,21 +119,6 @@ def messages(text: str, system: str | None = None) -> list[dict[str, str]]:
     return [user] if system is None else [{"role": "system", "content": system}, user]
 
 
-def encode(tokenizer: Any, text: str, chat: bool, system: str | None = None) -> Any:
-    """Token ids [1, n] of a text, or of the chat that `messages` makes of the text.
-
-    Raises:
-        UserError: `chat` is set and the tokenizer has no chat template.
-    """
-    if not chat:
-        return tokenizer(text, return_tensors="pt")["input_ids"]
-    if tokenizer.chat_template is None:
-        raise UserError("--chat: this model's tokenizer has no chat template")
-    return tokenizer.apply_chat_template(
-        messages(text, system), add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )["input_ids"]
-
-
 def check_length(model: Any, tokens: int, new_tokens: int) -> None:
     """Raise UserError if prompt and answer together exceed the positions of the model, beyond which
     it would write gibberish."""

@@ -67,7 +67,6 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     from h2o import models
     from h2o.evaluation import speed
 
-    models.need_transformers()
     log = partial(print_line, quiet=options.json)
     model, tokenizer = load_model(options, options.settings, log)
     result = {"model": options.model or models.DEFAULT_MODEL} | speed.measure(

@@ -101,18 +101,30 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 def generate(options: argparse.Namespace) -> Comparison:
     """Generate greedily with an H2OCache, or with each of the caches to compare."""
+    import torch
+
     from h2o import models, packages
     from h2o.evaluation import generation
+    from h2o.hf.batching.request import tokenize
+    from h2o.hf.batching.system_turn import system_span
 
     log = partial(print_line, quiet=options.json)
-    parts = prompt_parts(options)
+    prompt: Any = prompt_text(options)
     model, tokenizer = load_model(options, [options.setting, *options.settings], log)
-    chat = options.chat or (is_shipped(options) and tokenizer.chat_template is not None)
-    ids = models.encode(tokenizer, "\n\n".join(parts), chat, options.system).to(model.device)
+    if options.chat and tokenizer.chat_template is None:
+        raise UserError("--chat: this model's tokenizer has no chat template")
+    if options.chat or (is_shipped(options) and tokenizer.chat_template is not None):
+        prompt = models.messages(prompt, options.system)
+    ids = torch.tensor([tokenize(prompt, tokenizer)], dtype=torch.long, device=model.device)
     tokens = ids.shape[1]
     models.check_length(model, tokens, options.max_new_tokens)
     log(f"reading a prompt of {tokens} tokens")
-    pinned = find_pins(options, tokenizer, parts, ids)
+    pinned = options.pin
+    if pinned == "system":
+        try:
+            pinned = [system_span(tokenizer, prompt, ids[0].tolist())]
+        except ValueError as error:
+            raise UserError(f"--pin: {error}") from error
     generation.warm_up(model, ids)
     runs = [
         generation.generate(
@@ -136,28 +148,14 @@ def generate(options: argparse.Namespace) -> Comparison:
     )
 
 
-def prompt_parts(options: argparse.Namespace) -> list[str]:
-    """The parts of the prompt in their order. Raises: UserError for an empty prompt."""
+def prompt_text(options: argparse.Namespace) -> str:
+    """The whole prompt. Raises: UserError if it is empty."""
     shipped = is_shipped(options)
     parts = [texts.article(), QUESTION] if shipped else [options.prompt, options.document]
     parts = [part.strip() for part in parts if part and part.strip()]
     if not parts:
         raise UserError("the prompt is empty")
-    return parts
-
-
-def find_pins(options: argparse.Namespace, tokenizer: Any, parts: list[str], ids: Any) -> Any:
-    """The cache's argument `pinned` for --pin. Raises: UserError if there is no system turn."""
-    from h2o import models
-    from h2o.hf.batching.system_turn import system_span
-
-    if options.pin != "system":
-        return options.pin
-    messages = models.messages("\n\n".join(parts), options.system)
-    try:
-        return [system_span(tokenizer, messages, ids[0].tolist())]
-    except ValueError as error:
-        raise UserError(f"--pin: {error}") from error
+    return "\n\n".join(parts)
 
 
 def choose_caches(
