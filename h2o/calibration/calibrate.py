@@ -194,17 +194,12 @@ def iterate_windows(input_ids: Any, window: int, limit: int | None) -> Iterator[
                 "more text or a smaller window"
             )
         pieces.append([Window(name, piece) for piece in ids.split(window) if len(piece) == window])
-    wanted = limit or sum(map(len, pieces))
-    numbers = [0] * len(pieces)  # number of windows from each text
-    while sum(numbers) < min(wanted, sum(map(len, pieces))):
-        open_ = [i for i, piece in enumerate(pieces) if numbers[i] < len(piece)]
-        numbers[min(open_, key=numbers.__getitem__)] += 1
-    spread = [
-        [of_text[i * len(of_text) // number] for i in range(number)]
-        for of_text, number in zip(pieces, numbers, strict=True)
-    ]
-    for of_each in itertools.zip_longest(*spread):
-        yield from (piece for piece in of_each if piece is not None)
+    rounds = itertools.zip_longest(*([i] * len(of_text) for i, of_text in enumerate(pieces)))
+    turns = [i for texts in rounds for i in texts if i is not None][:limit]
+    done = [0] * len(pieces)
+    for i in turns:  # the windows of a text are spread over it
+        yield pieces[i][done[i] * len(pieces[i]) // turns.count(i)]
+        done[i] += 1
 
 
 def _texts(input_ids: Any) -> Iterator[tuple[str, Tensor]]:

@@ -13,7 +13,7 @@ import transformers
 
 import h2o
 from h2o.calibration import calibrate as module
-from h2o.calibration.allocate import allocate, hull
+from h2o.calibration.allocate import allocate, hull_edges
 from h2o.calibration.calibrate import _expand_to_layers
 from h2o.calibration.head_costs import config_of_head, measure_costs, watch_gradients
 from h2o.calibration.refine import measure_worth, move_budgets, surround
@@ -175,8 +175,9 @@ def test_steps_move_budgets_to_where_they_do_most():
 
 
 def test_hull_leaves_out_what_lies_above():
-    assert hull([1, 2, 3, 4], [4, 3.9, 1, 0]) == [(1, 4), (3, 1), (4, 0)]
-    assert hull([1, 2, 3], [1, 5, 1]) == [(1, 1)]
+    grid = np.arange(1, 5)
+    assert list(hull_edges(grid, np.array([4, 3.9, 1, 0]))) == [(-1.5, 2), (-1, 1)]
+    assert list(hull_edges(grid, np.array([1, 5, 1, 2]))) == []
 
 
 def test_allocation_is_the_best_of_all():
