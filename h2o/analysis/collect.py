@@ -52,10 +52,6 @@ class Attention:
         return dataclasses.replace(self, **parts)
 
 
-Visit = Callable[[int, Attention], Tensor]
-"""(layer, its attention) -> output [n, H, D]"""
-
-
 def analyzable_layers(model: Any) -> list[int]:
     """The layers with full attention, at least one.
 
@@ -79,8 +75,11 @@ def analyzable_layers(model: Any) -> list[int]:
     return full
 
 
-def watch(model: Any, ids: Tensor, visit: Visit, *, logits: bool = False) -> Tensor:
-    """Do what `forward` does, with `visit` computing the attention of the full layers."""
+def watch(
+    model: Any, ids: Tensor, visit: Callable[[int, Attention], Tensor], *, logits: bool = False
+) -> Tensor:
+    """Do what `forward` does, with `visit(layer, attention)` computing the output [n, H, D] of the
+    full layers' attention."""
 
     def attention(call: AttentionCall) -> Tensor:
         logits = call.scale, call.softcap, call.sink_logits

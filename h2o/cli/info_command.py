@@ -140,16 +140,12 @@ def print_requests(options: argparse.Namespace) -> int:
     check_fit(options.settings)(config)
     end = options.prompt + options.new
     states = state_bytes(config)
-    sizes = {
-        x.name: request_bytes(config, x, options.prompt, end) + (states or 0)
-        for x in options.settings
-    }
-    fitting = {name: options.memory // size for name, size in sizes.items()}
+    rows = []
+    for one in options.settings:
+        size = request_bytes(config, one, options.prompt, end) + (states or 0)
+        count = options.memory // size
+        rows.append({"setting": one.name, "bytes": size, "state_bytes": states, "requests": count})
     if options.json:
-        rows = [
-            {"setting": x, "bytes": sizes[x], "state_bytes": states, "requests": fitting[x]}
-            for x in sizes
-        ]
         print(json.dumps(rows, indent=2))
         return 0
     print(f"{options.model}: prompts of {options.prompt} tokens and {options.new} new ones")
@@ -160,8 +156,8 @@ def print_requests(options: argparse.Namespace) -> int:
     if states is None:
         print("A request also takes memory for states, whose size is unknown. It is not counted.")
     print()
-    rows = [(x, f"{sizes[x] / 1e6:.2f} MB", fitting[x]) for x in sizes]
-    print(table(("setting", "a request", "requests"), rows))
+    cells = [(x["setting"], f"{x['bytes'] / 1e6:.2f} MB", x["requests"]) for x in rows]
+    print(table(("setting", "a request", "requests"), cells))
     return 0
 
 
