@@ -21,6 +21,7 @@ from torch import Tensor
 
 from h2o import ops
 from h2o.analysis.collect import Attention, analyzable_layers
+from h2o.budgets import split_heavy_recent
 from h2o.config import H2OConfig
 from h2o.hf.attention.attention_call import AttentionCall
 from h2o.hf.attention.attention_hook import replace_attention
@@ -28,12 +29,13 @@ from h2o.hf.model_traits.wrappers import input_device
 
 SINKS, HEAVY = 4, 0.75
 
+POLICY = H2OConfig.robust(1.0).policy
+"""The policy by which heads evict"""
 
-def config_of_head(budget: int) -> H2OConfig:
-    """The config of a head that may hold `budget` keys, ranked as by `H2OConfig.robust`."""
-    heavy = int(HEAVY * (budget - SINKS))
-    recent = budget - SINKS - heavy
-    return H2OConfig(heavy=heavy, recent=recent, sinks=SINKS, score_by="mean", value_weighted=True)
+
+def heavy_and_recent(budget: int) -> tuple[int, int]:
+    """The parts of a head's budget besides the sinks, as in `H2OConfig.robust`."""
+    return split_heavy_recent(budget - SINKS, HEAVY)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +88,7 @@ def measure_costs(watched: AttentionAndGradients, budgets: Sequence[int]) -> Ten
         change of the output of the head's queries at token t with eviction from the first token on.
     """
     G, n, _ = watched.keys.shape
-    configs = [config_of_head(min(budget, n)) for budget in budgets]
-    amounts = [config.tokens(n) for config in configs] + [(n, 0)]
+    amounts = [heavy_and_recent(min(budget, n)) for budget in budgets] + [(n, 0)]
     rows = len(amounts)
     q, k, v = (x.expand(rows, *x.shape) for x in (watched.query, watched.keys, watched.values))
     device = q.device
@@ -97,7 +98,7 @@ def measure_costs(watched: AttentionAndGradients, budgets: Sequence[int]) -> Ten
             torch.ones(rows, dtype=torch.int32, device=device),
             torch.tensor(amounts, dtype=torch.int32, device=device),
             scale=watched.scale, softcap=watched.softcap, sink_logits=watched.sink_logits,
-            policy=configs[0].policy,
+            policy=POLICY,
         )  # fmt: skip
         change = (out[:-1] - out[-1]).reshape(rows - 1, n, G, -1)
         total = torch.zeros(rows - 1, G, dtype=torch.float64, device=device)

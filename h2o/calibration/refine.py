@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from h2o import ops
 from h2o.analysis.collect import analyzable_layers, forward
-from h2o.calibration.head_costs import ROWS, config_of_head
+from h2o.calibration.head_costs import POLICY, ROWS, heavy_and_recent
 from h2o.config.head_budgets import expand_to_heads
 from h2o.hf.attention.attention import softmax_attention
 from h2o.hf.attention.attention_call import AttentionCall
@@ -57,8 +57,8 @@ def measure_worth(model: Any, ids: Tensor, budgets: np.ndarray) -> tuple[np.ndar
     def attention(call: AttentionCall) -> Tensor:
         query, key, value = call.query, call.key, call.value
         device = query.device
-        configs = [[config_of_head(int(x)) for x in row] for row in budgets[:, order[call.layer]]]
-        amounts = [[config.tokens(len(ids)) for config in row] for row in configs]
+        of_layer = budgets[:, order[call.layer]].tolist()
+        amounts = [[heavy_and_recent(budget) for budget in row] for row in of_layer]
         part = tensor_parallel.part(call.module)
         by_head = expand_to_heads(amounts, key.shape[1], part)
         with torch.no_grad():
@@ -68,7 +68,7 @@ def measure_worth(model: Any, ids: Tensor, budgets: np.ndarray) -> tuple[np.ndar
                 torch.ones(3, dtype=torch.int32, device=device),
                 torch.tensor(by_head, dtype=torch.int32, device=device),
                 scale=call.scale, softcap=call.softcap, sink_logits=call.sink_logits,
-                policy=configs[0][0].policy,
+                policy=POLICY,
             )  # fmt: skip
             changes.append((out[2] - out[1]).reshape(len(ids), k.shape[1], -1))
         logits = call.scale, call.softcap, call.sink_logits

@@ -15,7 +15,7 @@ import h2o
 from h2o.calibration import calibrate as module
 from h2o.calibration.allocate import allocate, hull_edges
 from h2o.calibration.calibrate import _expand_to_layers
-from h2o.calibration.head_costs import config_of_head, measure_costs, watch_gradients
+from h2o.calibration.head_costs import heavy_and_recent, measure_costs, watch_gradients
 from h2o.calibration.refine import measure_worth, move_budgets, surround
 from h2o.errors import UserError
 from h2o.model_identity import describe, sample
@@ -23,6 +23,11 @@ from tests.hf import tiny
 from tests.hf.test_simulation import text
 
 WINDOW = 48
+
+
+def config_of_head(budget):
+    heavy, recent = heavy_and_recent(budget)
+    return h2o.H2OConfig(heavy=heavy, recent=recent, sinks=4, score_by="mean", value_weighted=True)
 
 
 def ids_of(tokens=200, seed=0):
