@@ -46,6 +46,12 @@ class Attention:
     sink_logits: Tensor | None = None
     """[H] float32, see `h2o.ops.attend`"""
 
+    @classmethod
+    def of(cls, call: AttentionCall) -> Attention:
+        """The attention of a call with one row."""
+        tensors = call.query[0], call.key[0], call.value[0]
+        return cls(*tensors, call.scale, call.softcap, call.sink_logits)
+
     def first(self, tokens: int) -> Attention:
         """The attention among the first tokens of the text."""
         parts = {x: getattr(self, x)[:, :tokens] for x in ("query", "keys", "values")}
@@ -82,9 +88,7 @@ def watch(
     full layers' attention."""
 
     def attention(call: AttentionCall) -> Tensor:
-        logits = call.scale, call.softcap, call.sink_logits
-        seen = Attention(call.query[0], call.key[0], call.value[0], *logits)
-        return visit(call.layer, seen)[None]
+        return visit(call.layer, Attention.of(call))[None]
 
     with replace_attention(model, analyzable_layers(model), attention):
         return forward(model, ids, logits=logits)

@@ -233,7 +233,7 @@ def _costs(model: Any, piece: Window, grid: Sequence[int], draws: int, seed: int
     """Costs [full layers, G, grid] of a window."""
     generator = torch.Generator("cpu").manual_seed(int(_sha256(piece.ids)[:12], 16) + seed)
     layers = watch_gradients(model, piece.ids, generator, draws)
-    by_layer = [measure_costs(layers.pop(layer), grid) for layer in sorted(layers)]
+    by_layer = [measure_costs(*layers.pop(layer), grid) for layer in sorted(layers)]
     return _gather_heads(torch.stack(by_layer).numpy(), model)
 
 

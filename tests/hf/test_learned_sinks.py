@@ -256,8 +256,8 @@ def test_calibration_sees_the_models_own_attention():
     generator = torch.Generator().manual_seed(0)
     watched = head_costs.watch_gradients(ours, ids[0], generator, draws=1)
     assert sorted(watched) == [1, 3]
-    for layer in watched.values():
-        costs = head_costs.measure_costs(layer, [4, 30])
+    for seen, gradients in watched.values():
+        costs = head_costs.measure_costs(seen, gradients, [4, 30])
         assert (costs[:, 0] > 0).all()
         assert costs[:, 1].abs().max() == 0.0
     budgets = torch.full((3, 2, 2), 30).numpy()
