@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +26,6 @@ from h2o.hf.model_traits.wrappers import input_device
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
 from h2o.hf.support import transformers_layers
 from h2o.model_identity import config_of, latent_row
-
-Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,21 +90,6 @@ def watch(
 
     with replace_attention(model, analyzable_layers(model), attention):
         return forward(model, ids, logits=logits)
-
-
-def measure_layers(
-    model: Any, ids: Tensor, measure: Callable[[int, Attention], tuple[Tensor, Result]]
-) -> dict[int, Result]:
-    """Run a model on a text, and `measure` each full layer. `measure` returns the layer's attention
-    output [n, H, D] and a result. The results are returned by layer."""
-    results: dict[int, Result] = {}
-
-    def visit(layer: int, seen: Attention) -> Tensor:
-        out, results[layer] = measure(layer, seen)
-        return out
-
-    watch(model, ids, visit)
-    return results
 
 
 def forward(model: Any, ids: Tensor, *, logits: bool = False) -> Tensor:

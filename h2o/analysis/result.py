@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from h2o.analysis import measures, removal
-from h2o.analysis.collect import Attention, attend, forward, measure_layers, sparsity
+from h2o.analysis.collect import Attention, attend, forward, sparsity, watch
 from h2o.analysis.figures import FIGURES
 from h2o.config import H2OConfig, resolve_config
 from h2o.config.layer_plan import LayerPlan
@@ -65,21 +65,23 @@ class Analysis:
         self.ids: np.ndarray = ids.cpu().numpy()
         """int64 [n], the text without padding"""
         self._tensor = ids
+        scores: dict[int, np.ndarray] = {}
         small: dict[int, np.ndarray] = {}
 
-        def measure(layer: int, seen: Attention) -> tuple[Tensor, np.ndarray]:
-            small[layer] = sparsity(seen, THRESHOLD).cpu().numpy()
-            out, scores = attend(seen)
-            if not scores.isfinite().all():
+        def visit(layer: int, seen: Attention) -> Tensor:
+            out, received = attend(seen)
+            if not received.isfinite().all():
                 raise ValueError(
                     f"the attention of layer {layer} is not finite, so nothing can be measured: "
                     "load the model in bfloat16 or float32 if it is in float16, and check its "
                     "weights"
                 )
-            return out, scores.cpu().numpy()
+            scores[layer] = received.cpu().numpy()
+            small[layer] = sparsity(seen, THRESHOLD).cpu().numpy()
+            return out
 
-        self._scores_at = {len(ids) - 1: measure_layers(model, ids, measure)}
-        self._small = {THRESHOLD: small}
+        watch(model, ids, visit)
+        self._scores_at, self._small = {len(ids) - 1: scores}, {THRESHOLD: small}
         self.layers = sorted(small)
         """Numbers of the layers with full attention"""
         self.caches: dict[H2OConfig, dict[int, Cached]] = {}
@@ -107,7 +109,12 @@ class Analysis:
         With `at` only the tokens up to `at` count, and the last axis is at + 1. All scores of a
         layer add up to the number of queries times the number of query heads.
         """
-        return self._sum_heads(self._scores_up_to(at)[self._check_layer(layer)], per)
+        if per not in ("query", "kv", "layer"):
+            raise ValueError(f"per must be kv, query or layer, not {per!r}")
+        scores = self._scores_up_to(at)[self._check_layer(layer)]
+        if per == "kv":
+            return scores.reshape(self.groups, -1, scores.shape[-1]).sum(1)
+        return scores if per == "query" else scores.sum(0)
 
     def heavy(self, layer: int) -> int:
         """Number of keys of a layer that count as heavy hitters: `heavy` of the config."""
@@ -168,11 +175,14 @@ class Analysis:
         if not is_number(threshold) or not 0 < threshold <= 1:
             raise ValueError(f"threshold must be above 0 and at most 1, not {threshold!r}")
         if threshold not in self._small:
+            small: dict[int, np.ndarray] = {}
 
-            def measure(_: int, seen: Attention) -> tuple[Tensor, np.ndarray]:
-                return attend(seen)[0], sparsity(seen, threshold).cpu().numpy()
+            def visit(layer: int, seen: Attention) -> Tensor:
+                small[layer] = sparsity(seen, threshold).cpu().numpy()
+                return attend(seen)[0]
 
-            self._small[threshold] = measure_layers(self.model, self._tensor, measure)
+            watch(self.model, self._tensor, visit)
+            self._small[threshold] = small
         return np.stack([self._small[threshold][layer] for layer in self.layers])
 
     def power_law(self, per: str = "layer") -> measures.PowerLaw:
@@ -315,9 +325,8 @@ class Analysis:
         Takes the arguments of `tokens`. Returns `h2o.utils.draw.Html`, text that notebooks show.
         """
         tokens = sorted(self.tokens(tokenizer, layer, head, per=per, at=at))
-        return shade_text(
-            [x.text for x in tokens], [x.score for x in tokens], [x.held for x in tokens]
-        )
+        _, texts, scores, held = zip(*tokens, strict=True)
+        return shade_text(texts, scores, held)
 
     def plot(self, figure: str, ax: Any = None, **options: Any) -> Any:
         """Draw one of `h2o.analysis.figures.FIGURES` on matplotlib axes (new ones by default).
@@ -375,24 +384,17 @@ class Analysis:
         if at not in self._scores_at:
             rope, n = LengthDependentRope(self.model), at + 1
             is_whole = rope.regime(n) != rope.regime(len(self))  # n tokens alone have other angles
+            scores: dict[int, np.ndarray] = {}
 
-            def measure(_: int, seen: Attention) -> tuple[Tensor, np.ndarray]:
-                out, scores = attend(seen.first(n))
-                return attend(seen)[0] if is_whole else out, scores.cpu().numpy()
+            def visit(layer: int, seen: Attention) -> Tensor:
+                out, received = attend(seen.first(n))
+                scores[layer] = received.cpu().numpy()
+                return attend(seen)[0] if is_whole else out
 
+            watch(self.model, self._tensor if is_whole else self._tensor[:n], visit)
             last = len(self) - 1
-            text = self._tensor if is_whole else self._tensor[:n]
-            by_layer = measure_layers(self.model, text, measure)
-            self._scores_at = {last: self._scores_at[last], at: by_layer}
+            self._scores_at = {last: self._scores_at[last], at: scores}
         return self._scores_at[at]
 
     def _all_scores(self, per: str) -> np.ndarray:
         return np.stack([self.scores(layer, per) for layer in self.layers])
-
-    def _sum_heads(self, scores: np.ndarray, per: str) -> np.ndarray:
-        """Add up the scores [H, m] of query heads."""
-        if per not in ("query", "kv", "layer"):
-            raise ValueError(f"per must be kv, query or layer, not {per!r}")
-        if per == "kv":
-            return scores.reshape(self.groups, -1, scores.shape[-1]).sum(1)
-        return scores if per == "query" else scores.sum(0)
