@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from h2o import models
 from h2o.budgets import parse_amount
 from h2o.config import PRESETS, H2OConfig
 from h2o.config.profile import Profile
+from h2o.evaluation.model_fit import check_fit
 from h2o.evaluation.setting import Setting, from_config, load_shares, parse_all, with_profile
 from h2o.kv_dtype import QUANTIZED
 from h2o.policy import FIELDS, Field
@@ -225,9 +227,6 @@ def load_model(
 
     Raises: UserError for a model that cannot be loaded or does not support one of the settings.
     """
-    from h2o import models
-    from h2o.evaluation.model_fit import check_fit
-
     return models.load_model(
         options.model,
         dtype=options.dtype,

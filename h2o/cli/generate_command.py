@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from h2o import models, packages
 from h2o.cli import prompts_file, texts
 from h2o.cli.cache_options import (
     PINS,
@@ -17,7 +18,7 @@ from h2o.cli.cache_options import (
     make_setting,
     parse_count,
 )
-from h2o.cli.comparison import Comparison
+from h2o.cli.comparison import Comparison, format_answers, format_figures
 from h2o.config import H2OConfig
 from h2o.errors import UserError
 from h2o.evaluation.setting import parse_all
@@ -83,8 +84,6 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Run the command and return its exit code. Raises: UserError."""
-    from h2o.cli import comparison
-
     if options.prompts is not None:
         return prompts_file.run(options)
     result = generate(options)
@@ -92,9 +91,9 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(asdict(result), indent=2))
         return 0
-    lines = [""] if options.compare is None else comparison.format_answers(result, *asked)
+    lines = [""] if options.compare is None else format_answers(result, *asked)
     if options.compare is None or not is_shipped(options):
-        lines += ["", *comparison.format_figures(result)]
+        lines += ["", *format_figures(result)]
     print("\n".join(lines))
     return 0
 
@@ -103,7 +102,6 @@ def generate(options: argparse.Namespace) -> Comparison:
     """Generate greedily with an H2OCache, or with each of the caches to compare."""
     import torch
 
-    from h2o import models, packages
     from h2o.evaluation import generation
     from h2o.hf.batching.request import tokenize
     from h2o.hf.batching.system_turn import system_span

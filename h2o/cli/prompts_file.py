@@ -19,6 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from h2o import models
 from h2o.cli import texts
 from h2o.cli.cache_options import load_model, parse_count
 from h2o.errors import UserError
@@ -147,7 +148,6 @@ def _tokenize_all(
 ) -> tuple[dict[int, Request], dict[int, Result]]:
     """Make the requests, by number, and the results of prompts that cannot be answered: they cannot
     be tokenized, or are longer than the model's positions."""
-    from h2o import models
     from h2o.hf.batching.request import Request, Result, tokenize
 
     requests: dict[int, Request] = {}
