@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jinja2
 import numpy as np
+from matplotlib.figure import Figure
 
 from h2o.analysis.figures import FIGURES
 from h2o.utils.draw import labels, pieces
@@ -41,8 +43,6 @@ def write(
         configs: configs of the caches whose retained attention is drawn.
         removal: arguments of `a.removal`, or None to leave the removal of keys out.
     """
-    import jinja2
-
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("h2o.analysis", "web"),
         autoescape=True,
@@ -69,8 +69,6 @@ def _pictures(
     a: Analysis, configs: Configs, removal: dict[str, Any] | None
 ) -> Iterator[tuple[str, str]]:
     """Yield each figure's caption, and its PNG as a data URL."""
-    from matplotlib.figure import Figure
-
     options: dict[str, Any] = {
         "removal": removal,
         "retained_mass": {"configs": configs},
