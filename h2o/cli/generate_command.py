@@ -18,7 +18,7 @@ from h2o.cli.cache_options import (
     make_setting,
     parse_count,
 )
-from h2o.cli.comparison import Comparison, format_answers, format_figures
+from h2o.cli.comparison import Comparison
 from h2o.config import H2OConfig
 from h2o.errors import UserError
 from h2o.evaluation.setting import parse_all
@@ -84,6 +84,8 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Run the command and return its exit code. Raises: UserError."""
+    from h2o.cli import comparison
+
     if options.prompts is not None:
         return prompts_file.run(options)
     result = generate(options)
@@ -91,9 +93,9 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(asdict(result), indent=2))
         return 0
-    lines = [""] if options.compare is None else format_answers(result, *asked)
+    lines = [""] if options.compare is None else comparison.format_answers(result, *asked)
     if options.compare is None or not is_shipped(options):
-        lines += ["", *format_figures(result)]
+        lines += ["", *comparison.format_figures(result)]
     print("\n".join(lines))
     return 0
 
