@@ -19,6 +19,7 @@ from h2o.config.layer_plan import LayerPlan
 from h2o.spans import Row, count
 from h2o.vllm.config_entry import WHOLE_PROMPTS
 from h2o.vllm.page_store import ALIGNMENT, page_bytes
+from h2o.vllm.paged_request import PagedRequest
 
 
 def example_keys(heads: int, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -67,27 +68,20 @@ class PageBudget:
         return self.config.shares_by_echo
 
     def by_head(
-        self,
-        layer: int,
-        keys: torch.Tensor,
-        prompt: int,
-        config: H2OConfig | None = None,
-        pinned: Row | None = None,
+        self, layer: int, keys: torch.Tensor, request: PagedRequest
     ) -> list[tuple[int, int]]:
         """(heavy, recent) of each head of a layer, or one pair for all; never more than a page
         holds. If pinned and recent keys do not fit together, fewer recent keys are kept.
 
         Args:
             keys: tensor [B, G, any, D] like the keys of the layer.
-            prompt: number of tokens of the request's prompt.
-            config: the request's config, by default the server's.
-            pinned: the request's pinned spans, for which there is room (`check_room`).
+            request: its pinned spans have room (`check_room`).
 
         Raises: ValueError for a config of another number of layers or heads.
         """
-        pins = count(pinned or [], self.config.sinks)
+        pins = count(request.pinned, self.config.sinks)
         kept = self._kept(layer, keys)
-        budgets = self._by_head(config or self.config, layer, keys, prompt)
+        budgets = self._by_head(request.config or self.config, layer, keys, request.first)
         if len(budgets) < len(kept):
             budgets = budgets * len(kept)
         rooms = [k - self.config.sinks for k in kept]

@@ -165,7 +165,7 @@ def engine_of(vllm_config: VllmConfig) -> Engine:
         from h2o.vllm.prompt_scoring import CrossLayerBudget, PromptEchoes  # imports transformers
 
         echoes = PromptEchoes(vllm_config.model_config.hf_config, budget.config)
-        cross_layer = CrossLayerBudget(budget.layers) if budget.has_shared_page else None
+        cross_layer = CrossLayerBudget(budget) if budget.has_shared_page else None
     set_up(vllm_config)
     stores = WeakValueDictionary[tuple[int, int], PageStore]()
     shared = budget, has_windows(vllm_config), echoes, cross_layer, stores, WorkerPrompts()

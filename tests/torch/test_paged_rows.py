@@ -119,7 +119,7 @@ def alone(config: H2OConfig, each: Talk, prompt_scores=None) -> tuple[torch.Tens
     query, keys, values = map(torch.from_numpy, each.text)
     budget = PageBudget(config, LAYERS, LONGEST)
     slots = budget.empty_page(LAYER, keys)
-    wanted = budget.by_head(LAYER, keys, each.prompt, pinned=each.pinned)
+    wanted = budget.by_head(LAYER, keys, PagedRequest(each.prompt, None, each.pinned))
     slots.budget.copy_(torch.tensor(wanted, dtype=torch.int32).view_as(slots.budget))
     q, k, v = (x[:, :, : each.prompt] for x in (query, keys, values))
     out, scores = ops.attend(q, k, v, scale=SCALE, policy=config.policy)
@@ -264,7 +264,7 @@ def test_room_for_pinned_keys():
     keys, config = torch.empty(1, G, 1, D), CONFIGS["tokens"]
     budget = PageBudget(config, LAYERS, LONGEST)
     for pins, wanted in ((5, (9, 7)), (12, (12, 4)), (15, (15, 1))):
-        assert budget.by_head(LAYER, keys, 40, pinned=[(2, 2 + pins)]) == [wanted]
+        assert budget.by_head(LAYER, keys, PagedRequest(40, None, [(2, 2 + pins)])) == [wanted]
         budget.check_room(keys, [(2, 2 + pins)])
     with pytest.raises(ValueError, match=r"16 pinned keys do not fit in a page, .* 16 keys"):
         budget.check_room(keys, [(2, 18)])
@@ -500,9 +500,10 @@ def test_a_request_has_its_own_budget_within_its_page():
     budget = PageBudget(H2OConfig(heavy=9, recent=7, sinks=2), LAYERS, LONGEST)
     for asked, kept in (((3, 4), (3, 4)), ((50, 4), (12, 4)), ((9, 50), (0, 16)), ((0, 0), (0, 0))):
         config = H2OConfig(heavy=asked[0], recent=asked[1], sinks=2)
-        assert budget.by_head(LAYER, keys, 40, config) == [kept]
+        assert budget.by_head(LAYER, keys, PagedRequest(40, config)) == [kept]
     of_heads = PageBudget(CONFIGS["of heads"], LAYERS, LONGEST)
-    assert of_heads.by_head(LAYER, keys, 40, H2OConfig(heavy=8, recent=6)) == [(7, 6), (8, 6)]
+    request = PagedRequest(40, H2OConfig(heavy=8, recent=6))
+    assert of_heads.by_head(LAYER, keys, request) == [(7, 6), (8, 6)]
 
 
 def test_pages_are_as_large_as_the_widest_layer_needs_on_any_rank():
@@ -583,11 +584,11 @@ def test_one_number_and_the_floor_of_fractions():
         config_of_entry({"heavy": 0.1, "recent": 0.1, "sinks": 4}, llama),
     ):
         budget = PageBudget(config, LAYERS, 1000)
-        ((heavy, recent),) = budget.by_head(LAYER, keys, 40)
+        ((heavy, recent),) = budget.by_head(LAYER, keys, PagedRequest(40))
         assert config.sinks + heavy + recent == 128
         assert recent >= 32
         exact = PageBudget(dataclasses.replace(config, min_tokens=0), LAYERS, 1000)
-        assert sum(*exact.by_head(LAYER, keys, 40)) < 20
+        assert sum(*exact.by_head(LAYER, keys, PagedRequest(40))) < 20
         assert budget.empty_page(LAYER, keys).keys.shape[2] >= 129
 
 
