@@ -21,7 +21,7 @@ from h2o.budgets import (
 )
 from h2o.config import H2OConfig
 from h2o.config.head_budgets import LEAST, SHARED_TWICE, allocate_tokens, check_shares
-from h2o.kv_dtype import rescale_token_bytes
+from h2o.kv_dtype import bytes_per_token
 from h2o.policy import Policy
 
 
@@ -90,10 +90,10 @@ class LayerPlan:
         `rows` is 2 (key and value) or 1 (a row that is both). The model's config has the dtype in
         which the model was loaded, which `model.to` may have changed since.
         """
-        full = rows * D * element
-        if self.token_bytes is None or self.token_bytes[0] == full:
+        if self.token_bytes is None or self.token_bytes[0] == rows * D * element:
             return self
-        sizes = rescale_token_bytes(self.token_bytes, full, self.config.kv_dtype)
+        config = self.config
+        sizes = bytes_per_token(D, element, rows, config.kv_dtype, config.value_weighted)
         return dataclasses.replace(self, token_bytes=sizes)
 
     def head_tokens(
