@@ -13,7 +13,6 @@ from torch import Tensor
 
 from h2o.backends.torch_backend.attend import apply_softcap
 from h2o.backends.torch_backend.ranking import lowest, rank_keys, split_budget
-from h2o.backends.torch_backend.rotary_embedding import rotate_by
 from h2o.backends.torch_backend.slot_view import SlotView, products, quantize_like_slots, row_norms
 from h2o.policy import Policy
 from h2o.sink_logits import softmax
@@ -91,3 +90,15 @@ def step(
         free if real is None else torch.where(real[..., 0], free, slots.next_slot)
     )
     slots.seen_tokens.add_(1 if real is None else real[:, 0, 0])
+
+
+def rotate_by(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotate x [..., D] by angles [..., 2, F], given as cosines and sines.
+
+    Elements i < F and F + i are rotated by angle i. Elements from 2 F on are unchanged.
+    Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, section 3.
+    """
+    F = angles.shape[-1]
+    cos, sin = angles.unbind(-2)
+    a, b, rest = x[..., :F], x[..., F : 2 * F], x[..., 2 * F :]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
