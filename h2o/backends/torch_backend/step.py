@@ -62,7 +62,7 @@ def step(
     logits = apply_softcap(products(queries, keys.mT, exact=True) * scale, softcap)
     sinks = None if sink_logits is None else sink_logits.view(1, G, H // G, 1)
     p = softmax(logits.masked_fill_((positions < 0)[:, :, None], -torch.inf), sinks)
-    answer = view.weighted_stored_values(p, D).view(B, 1, H, D)
+    answer = view.weighted_values(p, D).view(B, 1, H, D)
     received = p.amax(2) if policy.scores_largest else p.sum(2)
     if real is not None:
         answer = answer.masked_fill(~real[..., None], 0)
