@@ -36,7 +36,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 
 from h2o.vllm.connector import check_own, impls_of, set_up, stores_of
-from h2o.vllm.metrics import Labels, Meter
+from h2o.vllm.metrics import Meter
 from h2o.vllm.page_budget import PageBudget, example_keys
 from h2o.vllm.page_store import ALIGNMENT, PageStore
 from h2o.vllm.paged_request import PagedRequest
@@ -117,7 +117,7 @@ def meter_of(vllm_config: VllmConfig, impls: list[H2OAttention], spec: PageSpec)
             "--api-server-count 1 to get them"
         )
     return Meter(
-        Labels(str(model.served_model_name), str(parallel.data_parallel_index), str(parallel.rank)),
+        (str(model.served_model_name), str(parallel.data_parallel_index), str(parallel.rank)),
         spec.page_size_bytes * len(impls),
         pages - 1,  # vLLM reserves the first page
         lambda: stores_of(impls),

@@ -397,7 +397,7 @@ def test_evictions_are_counted_where_pages_are_used_again(name):
 
 
 def test_a_meter_leaves_its_numbers_for_the_servers_first_process(tmp_path, monkeypatch):
-    layer, labels = paged(CONFIGS["tokens"]), metrics.Labels("tiny", "0", "1")
+    layer, labels = paged(CONFIGS["tokens"]), ("tiny", "0", "1")
     monkeypatch.setenv(metrics.FOLDER, str(tmp_path / "numbers"))
     monkeypatch.setattr(metrics, "SECONDS", 0.01)
     meter = metrics.Meter(labels, 4096, 12, lambda: [layer.store], WorkerPrompts())
@@ -445,14 +445,14 @@ def test_a_folder_that_takes_no_numbers_is_a_warning(tmp_path, monkeypatch):
     for folder in (tmp_path / "missing" / "numbers", tmp_path / "file"):
         (tmp_path / "file").write_text("")
         monkeypatch.setenv(metrics.FOLDER, str(folder))
-        meter = metrics.Meter(metrics.Labels("tiny", "0", "0"), 1, 1, list, WorkerPrompts())
+        meter = metrics.Meter(("tiny", "0", "0"), 1, 1, list, WorkerPrompts())
         with pytest.warns(RuntimeWarning, match="/metrics is incomplete: .*(missing|file)"):
             meter.write()
 
 
 def test_a_meter_that_nobody_reads_writes_nothing(monkeypatch):
     monkeypatch.delenv(metrics.FOLDER, raising=False)
-    labels = metrics.Labels("tiny", "0", "0")
+    labels = ("tiny", "0", "0")
     meter = metrics.Meter(labels, 1, 1, lambda: pytest.fail("asked"), WorkerPrompts())
     meter.schedule_write()
     meter.write()
