@@ -26,7 +26,7 @@ from h2o.vllm.page_budget import example_keys
 from h2o.vllm.page_store import PageStore
 from h2o.vllm.paged_request import arguments_of, prefix_of
 from h2o.vllm.scheduler import PrefixAsyncScheduler, PrefixScheduler
-from h2o.vllm.stored_prompts import Begin, Beginning, Prefill, Store, StoredPrompts, identify
+from h2o.vllm.stored_prompts import Beginning, Prefill, StoredPrompts, identify
 from h2o.vllm.validation import CONNECTOR, has_windows, read_request
 
 
@@ -86,10 +86,13 @@ class Plan(KVConnectorMetadata):
     """Pages of requests that have ended or start over"""
     requests: dict[int, tuple[int, dict[str, Any]]] = dataclasses.field(default_factory=dict)
     """(tokens of the prompt, `vllm_xargs`) of requests that begin, by page"""
-    begins: list[Begin] = dataclasses.field(default_factory=list)
+    begins: list[tuple[int, int, int, bool]] = dataclasses.field(default_factory=list)
+    """Requests that begin with a stored prompt: the prompt's page, the request's page, the number
+    of tokens that need no prefill, and whether these are the request's whole prompt"""
     dropped: list[int] = dataclasses.field(default_factory=list)
     """Pages whose stored prompts are gone, for example because vLLM gave the pages to requests"""
-    stores: list[Store] = dataclasses.field(default_factory=list)
+    stores: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    """Prompts to store after the pass: the request's page, and the page that gets a copy"""
 
 
 class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
@@ -156,7 +159,7 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
         if num_external_tokens:
             assert found is not None
             stored, tokens, whole = found
-            self.plan.begins.append(Begin(stored, page, tokens, whole))
+            self.plan.begins.append((stored, page, tokens, whole))
             if stored != page:  # if equal, the stored prompt's page was the last free one
                 self._keep(self.pool.blocks[stored], again=True)
         if not whole and (wanted := self._beginnings_of(request)):
@@ -171,7 +174,7 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
             if key in self.prompts.pages or not self.pool.get_num_free_blocks():
                 continue
             (block,) = self.pool.get_new_blocks(1)
-            plan.stores.append(Store(page, block.block_id))
+            plan.stores.append((page, block.block_id))
             self.prompts.put(key, block.block_id)
             self._keep(block)
         plan.dropped, self.plan.dropped = plan.dropped + self.plan.dropped, []

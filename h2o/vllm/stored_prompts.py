@@ -51,26 +51,6 @@ def identify(
     return [beginning(len(tokens), prefix, reads_by_token(arguments)), beginning(prefix)]
 
 
-class Begin(NamedTuple):
-    """Instruction to begin a request with a stored prompt."""
-
-    page: int
-    """Page of the stored prompt"""
-    other: int
-    """Page of the request"""
-    tokens: int
-    """Number of tokens that need no prefill"""
-    whole: bool
-    """Whether the stored prompt is the request's whole prompt"""
-
-
-class Store(NamedTuple):
-    """Instruction to copy a request's page to another page after the pass."""
-
-    page: int
-    other: int
-
-
 @dataclasses.dataclass
 class Prefill:
     """A request whose prompt is being prefilled, and stored afterwards."""
