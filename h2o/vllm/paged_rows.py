@@ -1,12 +1,11 @@
 """One layer's work for a batch of requests: prompts, chunks of prompts and decode steps together.
 
 `plan` divides the requests of a forward pass into these three kinds, and `PagedLayer` runs them in
-each layer. A request has a single page, which holds all keys and values that it keeps, unlike the
-usual blocks of vLLM. With chunked prefill, a prompt stays uncompressed outside the pages until its
-last chunk has been processed, and is then cut to its budget. The keys that a request keeps
-therefore depend neither on how vLLM divides the prompt nor on other requests. The number of prompts
-that can stay uncompressed is limited (`PartialPrompts`), and h2o's scheduler (`h2o.vllm.scheduler`)
-admits no more.
+each layer. With chunked prefill, a prompt stays uncompressed outside the pages until its last chunk
+has been processed, and is then cut to its budget. The keys that a request keeps therefore depend
+neither on how vLLM divides the prompt nor on other requests. The number of prompts that can stay
+uncompressed is limited (`PartialPrompts`), and h2o's scheduler (`h2o.vllm.scheduler`) admits no
+more.
 
 Shape letters: n tokens of the batch, H query heads, G key/value heads, D head dimension.
 """

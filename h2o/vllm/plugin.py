@@ -4,10 +4,10 @@ This module depends on internals of the tested versions of vLLM. On the CPU plat
 uses the backend CPU_ATTN, so h2o's backend replaces it. Without an entry "h2o" in the config the
 replacement behaves as vLLM's own backend. On a GPU h2o's backend is CUSTOM, which the user chooses.
 
-A request has one page for its whole life (vLLM's CircularBufferSpec). The page holds the slots of
-the request. Tokens are not divided into blocks, so vLLM's slot mapping is not used, and prompts
-that requests share are copied. If only some layers of a model have a sliding window, these layers
-use vLLM's own attention, and their blocks have the size of a page.
+A request has one page for its whole life (vLLM's CircularBufferSpec) instead of blocks, so vLLM's
+slot mapping is not used, and prompts that requests share are copied. If only some layers of a model
+have a sliding window, these layers use vLLM's own attention, and their blocks have the size of a
+page.
 """
 
 from __future__ import annotations

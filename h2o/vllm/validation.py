@@ -71,16 +71,11 @@ def has_windows(vllm_config: VllmConfig) -> bool:
     return {"full_attention", "sliding_attention"} <= {*kinds}
 
 
-def _has_other_scheduler(vllm_config: VllmConfig) -> bool:
-    scheduler = vllm_config.scheduler_config.scheduler_cls
-    return scheduler is not None and getattr(scheduler, "__module__", "") != "h2o.vllm.scheduler"
-
-
 def check_supported(vllm_config: VllmConfig) -> None:
     """Raise ValueError with the reason if the model or a setting is not supported."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     cache, attention = vllm_config.cache_config, vllm_config.attention_config
-    transfer = vllm_config.kv_transfer_config
+    transfer, scheduler = vllm_config.kv_transfer_config, vllm_config.scheduler_config.scheduler_cls
     on_cpu, on_gpu = current_platform.is_cpu(), current_platform.is_cuda()
     reasons = {
         "platforms other than the CPU and NVIDIA GPUs": (
@@ -118,7 +113,7 @@ def check_supported(vllm_config: VllmConfig) -> None:
             "pages cannot be moved",
         ),
         "a custom scheduler": (
-            _has_other_scheduler(vllm_config),
+            scheduler is not None and getattr(scheduler, "__module__", "") != "h2o.vllm.scheduler",
             "h2o needs its own to prefill prefixes separately; leave out --scheduler-cls",
         ),
         "pooling models": (
