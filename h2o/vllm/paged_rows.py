@@ -73,22 +73,22 @@ class PartialPrompts:
     def __init__(self, buffers: int) -> None:
         """`buffers` is 0 if no prompt is kept whole."""
         self.buffers = buffers
-        self.chunks: dict[int, Chunk] = {}
-        """The last chunk of each prompt, by page"""
+        self.by_page: dict[int, int] = {}
+        """The buffer of each prompt, by page"""
 
-    def free_buffer(self) -> int:
-        """The number of a free buffer.
+    def take_buffer(self, page: int) -> int:
+        """Give a free buffer to the prompt of a page.
 
         Raises: RuntimeError if there is none.
         """
-        taken = {chunk.buffer for chunk in self.chunks.values()}
-        for buffer in range(self.buffers):
-            if buffer not in taken:
-                return buffer
-        raise RuntimeError(
-            f"h2o: vLLM prefills more than {self.buffers} prompts in chunks at once: the scheduler "
-            "is not h2o's"
-        )
+        free = {*range(self.buffers)}.difference(self.by_page.values())
+        if not free:
+            raise RuntimeError(
+                f"h2o: vLLM prefills more than {self.buffers} prompts in chunks at once: the "
+                "scheduler is not h2o's"
+            )
+        self.by_page[page] = min(free)
+        return self.by_page[page]
 
 
 def plan(
@@ -124,29 +124,26 @@ def plan(
         opens = length == end - begin
         request = requests.get(page) or PagedRequest(length if opens else 0)
         if opens:
-            begun.chunks.pop(page, None)  # left by another request
+            begun.by_page.pop(page, None)  # left by another request
         elif end - begin == 1 and length > request.first:
             single.append((page, begin))
             continue
         # A prompt that was cut before its end is cut again after each further chunk.
-        buffer = begun.chunks[page].buffer if page in begun.chunks else None
-        is_first = opens or page in begun.chunks
+        buffer = begun.by_page.get(page)
+        is_first = opens or buffer is not None
         ends = length >= request.first or not is_first or begun.buffers == 0
         if is_first and length > request.first and request.prefix:
             raise RuntimeError(
                 f"h2o: vLLM prefills a prompt up to token {length} at once, but its prefix of "
                 f"{request.prefix} tokens must be cut first: the scheduler is not h2o's"
             )
+        if ends:
+            begun.by_page.pop(page, None)
         chunk = Chunk(begin, end, page, length, request, opens, ends, buffer)
         (opening if opens else later).append(chunk)
-    for chunk in later:  # before `opening`, so that chunks that end make room
-        if chunk.ends:
-            begun.chunks.pop(chunk.page, None)
-        else:
-            begun.chunks[chunk.page] = chunk
-    for i, chunk in enumerate(opening):
+    for i, chunk in enumerate(opening):  # now, since chunks that end have made room
         if not chunk.ends:
-            opening[i] = begun.chunks[chunk.page] = chunk._replace(buffer=begun.free_buffer())
+            opening[i] = chunk._replace(buffer=begun.take_buffer(chunk.page))
     return Batch(later + opening, _steps(single, device), again)
 
 

@@ -260,7 +260,7 @@ class BatchBuilder(AttentionMetadataBuilder[Planned]):
         check_own(vllm_config)
         self.begun = PartialPrompts(engine.budget.buffers)
         self.requests, self.worker_prompts = engine.requests, engine.worker_prompts
-        self.worker_prompts.partial.append(self.begun.chunks)
+        self.worker_prompts.partial.append(self.begun.by_page)
         self.meter: Meter | None = None
         if engine.has_windows:
             logger.info_once("h2o: layers with a sliding window use vLLM's own attention")

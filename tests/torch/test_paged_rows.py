@@ -167,7 +167,7 @@ def traffic(
             each.kept = held(layer, each.page)
             running.remove(each)
             free.append(each.page)
-    assert not begun.chunks
+    assert not begun.by_page
     return cut
 
 
@@ -309,13 +309,13 @@ def test_a_request_that_left_in_its_prompt_leaves_nothing():
     """A request that left during its prompt must leave nothing in a page that another request
     takes. Its memory is freed after some more requests."""
     layer, begun, worker_prompts = paged(CONFIGS["tokens"]), PartialPrompts(2), WorkerPrompts()
-    worker_prompts.partial.append(begun.chunks)
+    worker_prompts.partial.append(begun.by_page)
     left = [talk(seed, 40, 40) for seed in range(5)]
     for page, each in enumerate(left, start=1):
         each.page = page
         worker_prompts.leave([page - 2])
         feed(layer, begun, [(each, 20)])
-    assert [*begun.chunks] == [4, 5]
+    assert [*begun.by_page] == [4, 5]
     assert layer.whole.keys.shape == (2, G, LONGEST, D)
     assert held(layer, 1).max() == -1
     other = talk(50, 30, 60)
@@ -324,7 +324,7 @@ def test_a_request_that_left_in_its_prompt_leaves_nothing():
     while other.seen < other.tokens:
         feed(layer, begun, [(other, 1)])
     assert torch.equal(torch.cat(other.answer), alone(CONFIGS["tokens"], other)[0])
-    assert [*begun.chunks] == [4]
+    assert [*begun.by_page] == [4]
 
 
 def test_more_prompts_at_once_than_there_is_room_for():
