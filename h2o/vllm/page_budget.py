@@ -9,6 +9,7 @@ equal budgets for all heads would need.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 
@@ -79,13 +80,9 @@ class PageBudget:
 
         Raises: ValueError for a config of another number of layers or heads.
         """
-        pins = count(request.pinned, self.config.sinks)
-        kept = self._kept(layer, keys)
-        budgets = self._by_head(request.config or self.config, layer, keys, request.first)
-        if len(budgets) < len(kept):
-            budgets = budgets * len(kept)
-        rooms = [k - self.config.sinks for k in kept]
-        return [_reduce_to_room(*x, room, pins) for x, room in zip(budgets, rooms, strict=True)]
+        pins, sinks = count(request.pinned, self.config.sinks), self.config.sinks
+        wanted = self._kept_and_wanted(request.config or self.config, layer, keys, request.first)
+        return [_reduce_to_room(*budget, kept - sinks, pins) for kept, budget in wanted]
 
     def check_room(self, keys: torch.Tensor, pinned: Row) -> None:
         """Raise ValueError unless a page has room for the pinned keys and one recent key, on every
@@ -104,13 +101,19 @@ class PageBudget:
         """The reason why a request's own budget keeps no heavy hitters in some page, although it
         asks for some: its recent keys fill the page. Empty if there is no such page."""
         for layer in range(self.layers):
-            kept, wanted = self._kept(layer, keys), self._by_head(config, layer, keys, prompt)
-            heads = max(len(kept), len(wanted))
-            kept, wanted = kept * (heads // len(kept)), wanted * (heads // len(wanted))
-            for k, (heavy, recent) in zip(kept, wanted, strict=True):
-                if heavy and recent >= k - self.config.sinks:
-                    return _without_heavy(heavy, recent, k, config)
+            for kept, (heavy, recent) in self._kept_and_wanted(config, layer, keys, prompt):
+                if heavy and recent >= kept - self.config.sinks:
+                    return _without_heavy(heavy, recent, kept, config)
         return ""
+
+    def _kept_and_wanted(
+        self, config: H2OConfig, layer: int, keys: torch.Tensor, prompt: int
+    ) -> Iterator[tuple[int, tuple[int, int]]]:
+        """Number of keys that a page holds, and (heavy, recent) that a request's config asks for,
+        for each head, or once for all heads."""
+        kept, wanted = self._kept(layer, keys), self._by_head(config, layer, keys, prompt)
+        heads = max(len(kept), len(wanted))
+        return zip(kept * (heads // len(kept)), wanted * (heads // len(wanted)), strict=True)
 
     def _by_head(
         self, config: H2OConfig, layer: int, keys: torch.Tensor, prompt: int

@@ -185,7 +185,7 @@ def read_request(
     Args:
         keys: tensor [1, G, any, D] like the keys of a layer.
     """
-    config, pinned = None, []
+    config = None
     prefix = prefix_tokens(arguments, prompt)
     try:
         config = with_budget(server.config, arguments)
@@ -194,9 +194,9 @@ def read_request(
     if config is not None and (reason := server.why_no_heavy(keys, prefix or prompt, config)):
         logger.warning("h2o: a request keeps no heavy hitters: %s", reason)
     try:
-        asked = with_pins(server.config, arguments, prefix or prompt)
-        server.check_room(keys, asked)
-        pinned = asked
+        pinned = with_pins(server.config, arguments, prefix or prompt)
+        server.check_room(keys, pinned)
     except (TypeError, ValueError) as error:
+        pinned = []
         logger.warning("h2o: a request is answered without the pins that it asks for: %s", error)
     return PagedRequest(prompt, config, pinned, prefix)
