@@ -163,17 +163,18 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
             if stored != page:  # if equal, the stored prompt's page was the last free one
                 self._keep(self.pool.blocks[stored], again=True)
         if not whole and (wanted := self._beginnings_of(request)):
-            self.prompts.prefilling[name] = Prefill(wanted, page, num_external_tokens)
+            self.prompts.prefilling[name] = Prefill(wanted, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Plan:
         preempted = {*(scheduler_output.preempted_req_ids or ())}
         # A preempted request with scheduled tokens has already started over.
         self._leave(preempted - {*scheduler_output.num_scheduled_tokens})
         plan, self.plan = self.plan, Plan()
-        for page, key in self.prompts.advance(scheduler_output.num_scheduled_tokens):
+        for name, key in self.prompts.advance(scheduler_output.num_scheduled_tokens):
             if key in self.prompts.pages or not self.pool.get_num_free_blocks():
                 continue
             (block,) = self.pool.get_new_blocks(1)
+            (page,) = self.held[name]  # one, since all layers are in one group
             plan.stores.append((page, block.block_id))
             self.prompts.put(key, block.block_id)
             self._keep(block)

@@ -56,8 +56,6 @@ class Prefill:
     """A request whose prompt is being prefilled, and stored afterwards."""
 
     beginnings: list[Beginning]
-    page: int
-    """The request's page. Prompts are only stored if all layers are in one group"""
     tokens_prefilled: int
     """Number of tokens prefilled, including those of the pass that is planned"""
 
@@ -90,8 +88,8 @@ class StoredPrompts:
             for tokens, key in one.beginnings
         )
 
-    def advance(self, scheduled: Mapping[str, int]) -> list[tuple[int, bytes]]:
-        """Advance by a pass with `scheduled` tokens of each request. Return (page, key) of each
+    def advance(self, scheduled: Mapping[str, int]) -> list[tuple[str, bytes]]:
+        """Advance by a pass with `scheduled` tokens of each request. Return (request, key) of each
         prompt and prefix that may be stored after the pass."""
         done = []
         for request, one in [*self.prefilling.items()]:
@@ -100,7 +98,7 @@ class StoredPrompts:
             for tokens, key in one.beginnings:
                 # One token at a prompt's end is a decode step, whose attention output is not noted.
                 if before < tokens <= one.tokens_prefilled and (new > 1 or tokens < prompt):
-                    done.append((one.page, key))
+                    done.append((request, key))
             if one.tokens_prefilled >= prompt:
                 del self.prefilling[request]
         return done

@@ -56,34 +56,34 @@ def test_the_longest_beginning_is_found():
 
 def test_who_reads_what_others_want():
     prompts = StoredPrompts()
-    prompts.prefilling["a"] = Prefill(of(30, 20), 3, 0)
+    prompts.prefilling["a"] = Prefill(of(30, 20), 0)
     assert prompts.is_being_prefilled("b", of(40, 20))
     assert prompts.is_being_prefilled("b", of(30, 20))
     assert not prompts.is_being_prefilled("a", of(30, 20))
     assert not prompts.is_being_prefilled("b", of(30))
     assert prompts.advance({"a": 12}) == []
-    assert prompts.advance({"a": 8}) == [(3, whole(20))]
+    assert prompts.advance({"a": 8}) == [("a", whole(20))]
     assert not prompts.is_being_prefilled("b", of(40, 20))
-    assert prompts.advance({"a": 10}) == [(3, whole(30, 20))]
+    assert prompts.advance({"a": 10}) == [("a", whole(30, 20))]
     assert not prompts.prefilling
 
 
 def test_a_step_that_ends_a_prompt_stores_nothing():
     prompts = StoredPrompts()
-    prompts.prefilling["a"] = Prefill(of(21, 20), 3, 20)
+    prompts.prefilling["a"] = Prefill(of(21, 20), 20)
     assert prompts.advance({"a": 1}) == []
 
 
 def test_prompts_that_began_with_other_weights_are_not_stored():
     prompts = StoredPrompts()
-    prompts.prefilling["a"] = Prefill(of(30), 3, 0)
+    prompts.prefilling["a"] = Prefill(of(30), 0)
     prompts.advance({"a": 8})
     assert prompts.clear() == []
     assert not prompts.is_being_prefilled("b", of(30))
     assert prompts.advance({"a": 22}) == []
-    prompts.prefilling["c"] = Prefill(of(30), 5, 0)
+    prompts.prefilling["c"] = Prefill(of(30), 0)
     prompts.advance({"c": 8})
-    assert prompts.advance({"c": 22}) == [(5, whole(30))]
+    assert prompts.advance({"c": 22}) == [("c", whole(30))]
 
 
 def test_keys_that_a_stored_prompt_has_evicted_count_once():
