@@ -9,6 +9,7 @@ Shape letters: H query heads, G key/value heads, Q tokens of a prompt, D head di
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -25,27 +26,27 @@ from h2o.vllm.paged_request import PagedRequest
 from h2o.vllm.paged_rows import PromptScores
 
 
-class PromptEchoes:
-    """The scores of prompts in the layers of a model."""
+def layer_scorer(
+    model: Any, config: H2OConfig
+) -> Callable[[int, float, float], PromptScores] | None:
+    """A function that makes the scoring function of a layer, given the layer's number, scale and
+    softcap. None if prompts keep the scores that attention gives (`AdaptedConfig.rotary`).
 
-    def __init__(self, model: Any, config: H2OConfig) -> None:
-        """`model` is the model's transformers config."""
-        self.config = config
-        self.rotary = adapt_config(model, config).rotary
+    `model` is the model's transformers config.
+    """
+    rotary = adapt_config(model, config).rotary
+    if rotary is None:
+        return None
 
-    def layer_scorer(self, layer: int, scale: float, softcap: float) -> PromptScores | None:
-        """The scoring function of a layer, or None if prompts keep the scores that attention gives
-        (`AdaptedConfig.rotary`)."""
-        if self.rotary is None:
-            return None
-        echo = PromptEcho(self.rotary, layer, self.config.policy)
+    def scorer(layer: int, scale: float, softcap: float) -> PromptScores:
+        echo = PromptEcho(rotary, layer, config.policy)
 
-        def scores(
-            query: Tensor, key: Tensor, value: Tensor, received: Tensor
-        ) -> tuple[Tensor, Tensor]:
+        def scores(query: Tensor, key: Tensor, value: Tensor, received: Tensor) -> Any:
             return echo.scores(NewTokens(query, key, value, None, scale, softcap), received)
 
         return scores
+
+    return scorer
 
 
 class CrossLayerBudget:
