@@ -60,23 +60,6 @@ class SlotView:
         """Convert [B, G, T] to [B, T], taking the entry of each slot's head."""
         return by_head.gather(1, self.head[:, None].expand(len(by_head), 1, -1))[:, 0]
 
-    def add(self, numbers: Tensor, new: Tensor, *, largest: bool = False) -> Tensor:
-        """Add [B, G, S], 0 in slots of other heads, to a field of the slots, and return the sums by
-        head. With `largest` the maxima replace the sums."""
-        if self.first is not None:
-            new = self.take_own_head(new)
-        both = torch.maximum(numbers, new, out=numbers) if largest else numbers.add_(new)
-        return self.by_head(both, 0)
-
-    def fade(self, scores: Tensor, decay: float, where: Tensor | None) -> None:
-        """Multiply the slots' scores by `decay`, in the rows that `where` [B, 1, 1] selects."""
-        faded = scores * decay
-        if where is not None:
-            faded = torch.where(where if self.first is None else where[..., 0], faded, scores)
-        if self.first is not None:
-            faded = torch.where(self.in_any_head, faded, scores)
-        scores.copy_(faded)
-
     def rows(self, name: str, D: int) -> Tensor:
         """Dequantized keys or values [B, G or 1, S, D]."""
         return self.add_head_axis(dequantize(getattr(self.slots, name), D))

@@ -53,10 +53,10 @@ def step(
     keys = view.rows("keys", D)
     queries = query.reshape(B, G, H // G, D).float()
     if table is not None and ranks is not None:
-        before = torch.minimum(lengths, budget.k)  # [B, 1 or G, 1] number of keys held
-        view.write(ranks, index, before, real)
+        held = torch.minimum(lengths, budget.k)  # [B, 1 or G, 1] number of keys held
+        view.write(ranks, index, held, real)
         keys = rotate_by(keys.float(), table[view.add_head_axis(ranks).clamp(0, len(table) - 1)])
-        queries = rotate_by(queries, table[before])
+        queries = rotate_by(queries, table[held])
     positions = view.by_head(slots.positions, -1)
     # Logits [B, G, R, S] must be float32 because scores are.
     logits = apply_softcap(products(queries, keys.mT, exact=True) * scale, softcap)
@@ -68,9 +68,12 @@ def step(
         answer = answer.masked_fill(~real[..., None], 0)
         received = received.masked_fill(~real, 0)
     out.copy_(answer)
+    before = view.by_head(slots.scores, 0)
     if policy.decay != 1.0:
-        view.fade(slots.scores, policy.decay, real)
-    scores = view.add(slots.scores, received, largest=policy.scores_largest)
+        faded = before * policy.decay
+        before = faded if real is None else torch.where(real, faded, before)
+    scores = torch.maximum(before, received) if policy.scores_largest else before + received
+    view.write_by_head(slots.scores, scores)
 
     ranks_now = rank_keys(policy, scores, positions, norms, seen, budget)
     position, last = lowest(ranks_now, positions)
