@@ -136,7 +136,7 @@ class Engine:
         Raises: TypeError, ValueError for a wrong entry, and for a model or setting that is not
             supported.
         """
-        self.config = vllm_config.instance_id
+        self.instance_id = vllm_config.instance_id
         self.budget = page_budget(vllm_config)
         self.has_windows = has_windows(vllm_config)
         """Whether other layers have a sliding window. Those use vLLM's own attention"""
@@ -183,7 +183,7 @@ class H2OAttentionBackend(CPUAttentionBackend):
         if entry_of(vllm_config) is None:
             H2OAttentionBackend.engine = None
             return super().get_impl_cls()
-        if cls.engine is None or cls.engine.config != vllm_config.instance_id:
+        if cls.engine is None or cls.engine.instance_id != vllm_config.instance_id:
             H2OAttentionBackend.engine = Engine(vllm_config)
         return H2OAttention
 
