@@ -27,7 +27,7 @@ from h2o.evaluation import protocols
 from h2o.evaluation.facts import KINDS, Fact, make_fact
 from h2o.evaluation.protocols import Forward
 from h2o.evaluation.setting import Setting
-from h2o.evaluation.task_rows import rows, text_of, tokenizer_of
+from h2o.evaluation.text_tasks import Samples, TextTask, format_error
 
 LENGTHS = (256, 512, 1024)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -38,33 +38,103 @@ Asked = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Token ids [1, n] of the question and the answer for each fact"""
 
 
-def dataset(
-    file: str | None = None,
-    lengths: int | str | Sequence[int] = LENGTHS,
-    facts: str | Sequence[str] = "number",
-    decoys: int = 0,
-    each: float = 4,
-    tokenizer: str | None = None,
-    pretrained: str | None = None,
-    **_: Any,
-) -> dict[str, Any]:
-    """Make the task's rows from lm-eval's --metadata.
+class Needles(TextTask):
+    """The task. The answer to each text is which of its facts are found."""
 
-    Args:
-        file: plain text, UTF-8, to hide facts in.
-        lengths: lengths of the texts in tokens, as a list or separated by commas.
-        facts: kinds of facts from `h2o.evaluation.facts.KINDS`, separated by commas, or "all".
-        decoys: unless 0, each text has `decoys + 1` facts of each of two kinds.
-        each: number of texts for every length, depth and kind.
-        tokenizer, pretrained: name or folder of the model's tokenizer.
-    """
-    if decoys < 0:
-        raise UserError(f"--decoys {decoys}: must be at least 0")
-    if each < 1 or each % 1:
-        raise UserError(f"--limit {each:g}: must be a number of texts, at least 1")
-    text, tokens = text_of(file, "h2o_needles"), tokenizer_of(tokenizer, pretrained)
-    chosen, kinds = parse_lengths(lengths), parse_kinds(facts)
-    return rows(make_rows(text, tokens, chosen, int(each), kinds, decoys))
+    @staticmethod
+    def make_rows(
+        text: str,
+        tokenizer: Any,
+        lengths: int | str | Sequence[int] = LENGTHS,
+        each: float = 4,
+        facts: str | Sequence[str] = "number",
+        decoys: int = 0,
+        **_: Any,
+    ) -> list[dict[str, Any]]:
+        """Hide facts in consecutive pieces of the text, starting over at its end.
+
+        Every call makes the same rows. Each question follows the text alone, without the others.
+
+        Args:
+            lengths: lengths of the pieces in tokens, without the hidden sentences, as a list or
+                separated by commas.
+            each: number of pieces for every length, depth and kind.
+            facts: kinds of facts from `h2o.evaluation.facts.KINDS`, separated by commas, or "all".
+            decoys: unless 0, each piece has `decoys + 1` facts of the kind and as many of the next
+                kind, at random depths, and all of them are asked about.
+
+        Raises: UserError for options out of range, and for a text with fewer tokens than a length,
+        or without sentences.
+        """
+        if decoys < 0:
+            raise UserError(f"--decoys {decoys}: must be at least 0")
+        if each < 1 or each % 1:
+            raise UserError(f"--limit {each:g}: must be a number of texts, at least 1")
+        chosen, kinds = parse_lengths(lengths), parse_kinds(facts)
+        ids = tokenizer(text, verbose=False)["input_ids"]
+        if len(ids) < max(chosen):
+            raise UserError(
+                f"the text has {len(ids)} tokens, but a length is {max(chosen)}: lower --lengths"
+            )
+        draw = random.Random(0)
+        rows, start = [], 0
+        places = itertools.product(chosen, DEPTHS, range(len(kinds)), range(int(each)))
+        for length, depth, first, _ in places:
+            if start + length > len(ids):
+                start = 0
+            piece = tokenizer.decode(ids[start : start + length])
+            start += length
+            if decoys:
+                pair = [kinds[(first + i) % len(kinds)] for i in (0, 1)]
+                hidden = draw_alike(pair, decoys + 1, draw)
+            else:
+                hidden = [dataclasses.replace(make_fact(kinds[first], draw), depth=depth)]
+            rows.append(
+                {
+                    "text": hide(piece, hidden),
+                    "length": length,
+                    "depths": [x.depth for x in hidden],
+                    "kinds": [x.kind for x in hidden],
+                    "asked": {"facts": [[x.question, x.answer] for x in hidden]},
+                }
+            )
+        return rows
+
+    @staticmethod
+    def columns(samples: Samples, full: Samples | None) -> dict[str, str]:
+        """Shares of facts found: of all facts, of those that the full cache finds, and by length,
+        depth and kind. Facts that the model cannot find at all say nothing about a cache."""
+        facts = [fact for sample in samples for fact in _facts(sample)]
+        cells = {"found": format_share([x["found"] for x in facts])}
+        whole = [x["found"] for sample in full or () for x in _facts(sample)]
+        if any(whole):
+            known = [x["found"] for x, is_known in zip(facts, whole, strict=True) if is_known]
+            cells[f"of full's {sum(whole)}"] = format_share(known)
+        for name, title in PARTS.items():
+            values = list(dict.fromkeys(x[name] for x in facts))
+            if name == "depth":
+                values.sort()
+            for value in values if name != "kind" or len(values) > 1 else ():
+                part = [x["found"] for x in facts if x[name] == value]
+                cells[title.format(value)] = f"{statistics.fmean(part):.2f}"
+        return cells
+
+
+PARTS = {"length": "{} tokens", "depth": "depth {:.2g}", "kind": "{}"}
+"""Properties whose values are columns of a table, with the title of a column."""
+
+
+def _facts(sample: dict[str, Any]) -> list[dict[str, Any]]:
+    """For each fact of a text, whether it is found and its properties in `PARTS`."""
+    doc = sample["doc"]
+    each = zip(sample["found"], doc["depths"], doc["kinds"], strict=True)
+    names = "found", "depth", "kind"
+    return [dict(zip(names, x, strict=True)) | {"length": doc["length"]} for x in each]
+
+
+def format_share(found: Sequence[bool]) -> str:
+    """Format the share of facts that were found, with its standard error."""
+    return f"{statistics.fmean(found):.2f}{format_error(found, 2)}"
 
 
 def parse_lengths(lengths: int | str | Sequence[int]) -> list[int]:
@@ -96,48 +166,6 @@ def results(doc: dict[str, Any], answers: Sequence[list[bool]]) -> dict[str, Any
 def share(texts: Sequence[Sequence[bool]]) -> float:
     """The share of facts that were found, over all texts."""
     return statistics.fmean(itertools.chain(*texts))
-
-
-def make_rows(
-    text: str, tokenizer: Any, lengths: Sequence[int], each: int,
-    kinds: Sequence[str] = ("number",), decoys: int = 0,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Make `each` rows for every length, depth and kind of fact. Every call makes the same ones.
-
-    Rows use consecutive pieces of the text, starting over at its end. A length is the number of
-    tokens of a piece without the hidden sentences. With `decoys` a text has `decoys + 1` facts of
-    the kind and as many of the next kind, at random depths, and all of them are asked about. Each
-    question follows the text alone, without the others.
-
-    Raises: UserError for a text with fewer tokens than a length, or without sentences.
-    """
-    ids = tokenizer(text, verbose=False)["input_ids"]
-    if len(ids) < max(lengths):
-        raise UserError(
-            f"the text has {len(ids)} tokens, but a length is {max(lengths)}: lower --lengths"
-        )
-    draw = random.Random(0)
-    made, start = [], 0
-    places = itertools.product(lengths, DEPTHS, range(len(kinds)), range(each))
-    for length, depth, first, _ in places:
-        if start + length > len(ids):
-            start = 0
-        piece = tokenizer.decode(ids[start : start + length])
-        start += length
-        if decoys:
-            facts = draw_alike([kinds[(first + i) % len(kinds)] for i in (0, 1)], decoys + 1, draw)
-        else:
-            facts = [dataclasses.replace(make_fact(kinds[first], draw), depth=depth)]
-        made.append(
-            {
-                "text": hide(piece, facts),
-                "length": length,
-                "depths": [x.depth for x in facts],
-                "kinds": [x.kind for x in facts],
-                "asked": {"facts": [[x.question, x.answer] for x in facts]},
-            }
-        )
-    return made
 
 
 def draw_alike(kinds: Sequence[str], each: int, draw: random.Random) -> list[Fact]:
@@ -223,9 +251,3 @@ def find_facts(
         (logits,) = protocols.by_cache(forward, prompts, answer.tolist(), cache)
         found.append(torch.equal(logits.argmax(-1).cpu(), answer[0]))
     return found
-
-
-def mean_and_error(found: Sequence[bool]) -> tuple[float, float]:
-    """Share of the facts found and its standard error."""
-    mean = statistics.fmean(found)
-    return mean, (mean * (1 - mean) / max(1, len(found) - 1)) ** 0.5

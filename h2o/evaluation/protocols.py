@@ -136,25 +136,24 @@ def run_forward(model: Any, last: int, ids: Tensor, mask: Tensor, **more: Any) -
 
 
 def simulate(
-    forward: Forward, model: Any, texts: Sequence[list[int]], tails: Sequence[int], **how: Any
+    forward: Forward, model: Any, pairs: Sequence[tuple[list[int], list[int]]], **how: Any
 ) -> list[Tensor]:
-    """Run one forward pass over the whole texts, right-padded.
+    """Run one forward pass over contexts and continuations, right-padded.
 
     Args:
-        tails: number of tokens to predict at the end of each text.
+        pairs: context and continuation of each row.
         how: further arguments of `h2o.simulated`.
 
     Returns:
-        The logits [tail, vocabulary] of each text.
+        The logits [tokens, vocabulary] of each continuation.
     """
-    ids, mask = pad_rows([text[:-1] for text in texts], left=False)
-    starts = [len(text) - 1 - tail for text, tail in zip(texts, tails, strict=True)]
-    first = min(starts)
+    ids, mask = pad_rows([context + answer[:-1] for context, answer in pairs], left=False)
+    first = min(len(context) for context, _ in pairs)
     with simulation.simulated(model, **how):
-        logits = forward(ids.shape[1] - first, ids, mask, use_cache=False)
+        logits = forward(ids.shape[1] - first + 1, ids, mask, use_cache=False)
     return [
-        logits[row, start - first : start - first + tail]
-        for row, (start, tail) in enumerate(zip(starts, tails, strict=True))
+        logits[row, len(context) - first : len(context) - first + len(answer)]
+        for row, (context, answer) in enumerate(pairs)
     ]
 
 
