@@ -1,7 +1,7 @@
 """The lm-eval task h2o_summaries: summaries of articles in a file, scored with ROUGE.
 
-lm-eval computes ROUGE-1, ROUGE-2 and ROUGE-L, as F-measures with stemming, with the rouge-score
-package (Lin, "ROUGE: A Package for Automatic Evaluation of Summaries", 2004).
+ROUGE-1, ROUGE-2 and ROUGE-L are F-measures with stemming, from the rouge-score package (Lin,
+"ROUGE: A Package for Automatic Evaluation of Summaries", 2004).
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import rouge_score  # noqa: F401  without this package lm-eval's scores are 0
-from lm_eval.tasks.cnn_dailymail.utils import calculate_rouge_scores
+from rouge_score.rouge_scorer import RougeScorer
 
 from h2o.errors import UserError
 from h2o.evaluation.text_tasks import FileTask
 
+SCORER = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
 INSTRUCTION = "Summarize the above article"
 TEMPLATE = "###\nArticle: {article}\n\n" + INSTRUCTION + " in {sentences}.\n"
 
@@ -64,5 +64,5 @@ def row_of(line: str, where: str) -> dict[str, str]:
 
 def results(doc: dict[str, str], answers: Sequence[str]) -> dict[str, float]:
     """The ROUGE scores of a summary."""
-    scores: dict[str, float] = calculate_rouge_scores(answers, [doc["reference"]])
-    return scores
+    scores = SCORER.score(doc["reference"], answers[0].strip())
+    return {name: score.fmeasure for name, score in scores.items()}
