@@ -200,13 +200,8 @@ def batch_written(
     model: Any, tokenizer: Any, setting: Setting, prompts: Sequence[Prompt], how: Any
 ) -> list[list[int]]:
     """New tokens of a batch. The cache is cut between the two parts of the prompts."""
-
-    def forward(_: int, ids: Any, mask: Any, position_ids: Any, **more: Any) -> None:
-        ids, mask, position_ids = (x.to(model.device) for x in (ids, mask, position_ids))
-        model.base_model(ids, attention_mask=mask, position_ids=position_ids, **more)
-
     first, rest = (pad_rows(part, pad=how.pad_token_id) for part in zip(*prompts, strict=True))
-    cache = read_documents(forward, model, setting, *first, tokenizer)
+    cache = read_documents(model, setting, *first, tokenizer)
     ids, mask = (torch.cat(x, dim=1).to(model.device) for x in zip(first, rest, strict=True))
     out = model.generate(ids, attention_mask=mask, generation_config=how, **with_cache(cache))
     return [without_pads(row.tolist(), how.pad_token_id) for row in out[:, ids.shape[1] :]]

@@ -304,23 +304,23 @@ class H2OLM(HFLM):
 
     def _answer_batch(self, batch: Sequence[Pair]) -> list[tuple[float, bool]]:
         """(log-likelihood, whether it is the greedy answer) of each continuation."""
-        if self.protocol != "simulate":
-            *prompts, cache = self._prompts([context for context, _ in batch])
-            answers = [continuation for _, continuation in batch]
-            logits = protocols.by_cache(self._forward, prompts, answers, cache)
-        elif self.setting.variant != "full":
-            logits = protocols.simulate(
-                self._forward,
-                self.model,
-                batch,
-                h2o_config=self.setting.config,
-                masks=MASKS.get(self.setting.variant),
-                prompt_length=self.prompt_length,
-                ratio_of=self.ratio_of,
-            )
-        else:
+        if self.protocol == "simulate" and self.setting.variant == "full":
             requests = [(None, *pair) for pair in batch]
             return super()._loglikelihood_tokens(requests, True, override_bs=len(batch))
+        with self.begin_forward():
+            if self.protocol == "simulate":
+                logits = protocols.simulate(
+                    self.model,
+                    batch,
+                    h2o_config=self.setting.config,
+                    masks=MASKS.get(self.setting.variant),
+                    prompt_length=self.prompt_length,
+                    ratio_of=self.ratio_of,
+                )
+            else:
+                *prompts, cache = self._prompts([context for context, _ in batch])
+                answers = [continuation for _, continuation in batch]
+                logits = protocols.by_cache(self.model, prompts, answers, cache)
         return [self._score(x, tokens) for x, (_, tokens) in zip(logits, batch, strict=True)]
 
     def _split_prompt(self, prompt: list[int]) -> tuple[list[int], list[int]]:
@@ -335,18 +335,16 @@ class H2OLM(HFLM):
         document, question = (protocols.pad_rows(x, pad=self.tokenizer.pad_token_id) for x in parts)
         ids, mask = (torch.cat(x, dim=1) for x in zip(document, question, strict=True))
         if self.protocol == "read":
-            how = self._forward, self.model, self.setting
-            return ids, mask, protocols.read_documents(*how, *document, self.tokenizer)
+            with self.begin_forward():
+                cache = protocols.read_documents(
+                    self.model, self.setting, *document, self.tokenizer
+                )
+            return ids, mask, cache
         return ids, mask, H2OCache(self.model.config, self.setting.config.for_model(self.model))
 
-    def _forward(self, *arguments: Any, **more: Any) -> Tensor:
-        """Call `protocols.run_forward` in lm-eval's mixed precision."""
-        with self.begin_forward():
-            return protocols.run_forward(self.model, *arguments, **more)
-
     def begin_forward(self) -> torch.autocast:
-        """Context for a forward pass in lm-eval's mixed precision, with rotary angles that do not
-        depend on earlier texts."""
+        """Context for the forward passes of a text in lm-eval's mixed precision, with rotary angles
+        that do not depend on earlier texts."""
         self.angles.forget()
         mixed = self.mixed_precision_dtype
         return torch.autocast(self.device.type, dtype=mixed, enabled=mixed is not None)

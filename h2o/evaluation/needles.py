@@ -25,8 +25,6 @@ import torch
 from h2o.errors import UserError
 from h2o.evaluation import protocols
 from h2o.evaluation.facts import KINDS, Fact, make_fact
-from h2o.evaluation.protocols import Forward
-from h2o.evaluation.setting import Setting
 from h2o.evaluation.text_tasks import Samples, TextTask, format_error
 
 LENGTHS = (256, 512, 1024)
@@ -208,7 +206,7 @@ def answer(lm: Any, document: str, facts: Sequence[tuple[str, str]]) -> list[boo
     lm.count_text(ids.shape[1])
     if lm.is_counting:
         return []
-    return find_facts(lm._forward, lm.model, lm.setting, ids, asked, lm.tokenizer)
+    return find_facts(lm, ids, asked)
 
 
 def encode(
@@ -224,30 +222,22 @@ def encode(
     return ids_of(document), pairs
 
 
-def find_facts(
-    forward: Forward,
-    model: Any,
-    setting: Setting,
-    document: torch.Tensor,
-    asked: Asked,
-    tokenizer: Any = None,
-) -> list[bool]:
+def find_facts(lm: Any, document: torch.Tensor, asked: Asked) -> list[bool]:
     """Whether greedy decoding would produce each answer.
 
     The answer's own tokens are fed. As long as each is the greedy choice, this is the same as
     decoding. Each question is asked with a cache that holds the document only.
-
-    Args:
-        tokenizer: needed for a second reading of the document.
     """
-    read = protocols.read_documents(
-        forward, model, setting, document, torch.ones_like(document), tokenizer
-    )
+    with lm.begin_forward():
+        read = protocols.read_documents(
+            lm.model, lm.setting, document, torch.ones_like(document), lm.tokenizer
+        )
     found = []
     for number, (question, answer) in enumerate(asked, 1):
         cache = read if number == len(asked) else copy.deepcopy(read)
         prompt = torch.cat([document, question], 1)
         prompts = prompt, torch.ones_like(prompt)
-        (logits,) = protocols.by_cache(forward, prompts, answer.tolist(), cache)
+        with lm.begin_forward():
+            (logits,) = protocols.by_cache(lm.model, prompts, answer.tolist(), cache)
         found.append(torch.equal(logits.argmax(-1).cpu(), answer[0]))
     return found

@@ -10,7 +10,6 @@ cache, with one token at a time.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -138,9 +137,8 @@ def by_cache(model: Any, ids: Tensor, setting: Setting, prompt_length: int = 1) 
     base = protocols.fraction_base(ids.shape[1], prompt_length)
     cache = H2OCache(model.config, setting.config.for_model(model), prompt_length=base)
     prompt, rest = ids[:, :prompt_length].cpu(), ids[0, prompt_length:]
-    forward = functools.partial(protocols.run_forward, model)
     prompts = prompt, torch.ones_like(prompt)
-    (logits,) = protocols.by_cache(forward, prompts, [rest.tolist()], cache)
+    (logits,) = protocols.by_cache(model, prompts, [rest.tolist()], cache)
     return _loss(logits, rest)
 
 

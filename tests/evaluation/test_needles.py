@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
 from h2o import cli
 from h2o.compat import with_cache
 from h2o.errors import UserError
-from h2o.evaluation import facts, needles, protocols
+from h2o.evaluation import facts, needles
+from h2o.evaluation.lm import H2OLM
 from h2o.evaluation.needles import Needles
 from h2o.evaluation.setting import parse
 from h2o.hf.cache.new_cache import new_cache
@@ -32,9 +31,10 @@ def run(folder, tmp_path, *arguments):
     return cli.main(["eval", "--needle", str(file), *where, *map(str, arguments)])
 
 
-def find_facts(model, *which):
-    model.set_attn_implementation("h2o")
-    return needles.find_facts(functools.partial(protocols.run_forward, model), model, *which)
+def find_facts(tokenizer, setting, *which):
+    lm = H2OLM(build(), tokenizer=tokenizer)
+    lm.use(setting, "read")
+    return needles.find_facts(lm, *which)
 
 
 def test_facts_stand_where_they_should(tokenizer):
@@ -71,12 +71,11 @@ def test_decoys_are_facts_of_the_same_kinds_about_others(tokenizer):
 
 
 def test_each_question_is_answered_as_if_it_were_the_only_one(tokenizer):
-    ours = build("llama")
     (row, *_) = Needles.make_rows(TEXT, tokenizer, (60,), 1, ["gate", "place"], decoys=1)
     document, asked = needles.encode(tokenizer, row["text"], row["asked"]["facts"])
     setting = parse("h2o:0.2+0.2")
-    together = find_facts(ours, setting, document, asked)
-    assert together == [find_facts(ours, setting, document, [one])[0] for one in asked]
+    together = find_facts(tokenizer, setting, document, asked)
+    assert together == [find_facts(tokenizer, setting, document, [one])[0] for one in asked]
 
 
 @pytest.mark.parametrize("kind", facts.KINDS)
@@ -119,9 +118,9 @@ def test_found_is_what_greedy_decoding_writes(tokenizer, setting):
                 written.append(ids)
         answers.append(torch.cat(written, 1))
     own = [(question, answer) for (question, _), answer in zip(asked, answers, strict=True)]
-    assert find_facts(model, setting, document, own) == [True] * 4
+    assert find_facts(tokenizer, setting, document, own) == [True] * 4
     wrong = [(question, torch.cat([x[:, :-1], (x[:, -1:] + 1) % 250], 1)) for question, x in own]
-    assert find_facts(model, setting, document, [wrong[0], *own[1:]]) == [False] + [True] * 3
+    assert find_facts(tokenizer, setting, document, [wrong[0], *own[1:]]) == [False] + [True] * 3
 
 
 def test_compare(folder, tmp_path, capsys, monkeypatch):

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from h2o import cli, models
 from h2o.cli import eval_command
-from h2o.evaluation import side_by_side
+from h2o.evaluation import protocols, side_by_side
 from h2o.evaluation.lm import H2OLM
 from h2o.evaluation.side_by_side import format_metrics
 from tests.evaluation import conftest
@@ -47,15 +47,15 @@ def forwards(monkeypatch):
     class Counter:
         count, stop_at = 0, None
 
-    original = H2OLM._forward
+    original = protocols.run_forward
 
-    def forward(self, *args, **kwargs):
+    def run_forward(*args, **kwargs):
         if Counter.count == Counter.stop_at:
             raise KeyboardInterrupt
         Counter.count += 1
-        return original(self, *args, **kwargs)
+        return original(*args, **kwargs)
 
-    monkeypatch.setattr(H2OLM, "_forward", forward)
+    monkeypatch.setattr(protocols, "run_forward", run_forward)
     return Counter
 
 
