@@ -26,6 +26,7 @@ import json
 import os
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -310,7 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("math needs --data, MATH-500 as JSON Lines; see benchmarks/README.md")
     model, tokenizer = models.load_model(
         options.model, dtype=options.dtype, device=options.device, log=print_line,
-        check=check_fit(settings, full_cache=True),
+        check=partial(check_fit, settings, full_cache=True),
     )  # fmt: skip
     if options.benchmark == "math":
         items = math_items(options.data, options.tokens)

@@ -28,7 +28,7 @@ from h2o import compat, models
 from h2o.config import PARAMETERS, H2OConfig
 from h2o.evaluation import needles, protocols, windows
 from h2o.evaluation.model_fit import check_supported
-from h2o.evaluation.protocols import PROTOCOLS, Tally, check, one_token_notes
+from h2o.evaluation.protocols import Tally, check, one_token_notes
 from h2o.evaluation.published_masks import MASKS
 from h2o.evaluation.questions import question_tokens
 from h2o.evaluation.setting import Setting, from_config, from_options
@@ -40,8 +40,6 @@ from h2o.hf.model_traits.wrappers import check_no_tuned_prompt
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
 from h2o.hf.support import transformers_layers
 from h2o.utils.processes import world_size
-
-__all__ = ["H2OLM", "PROTOCOLS", "Tally"]
 
 CPU_BATCH = 8
 """The batch size on a CPU for batch_size=auto. lm-eval would try larger ones until memory runs out,
@@ -116,6 +114,8 @@ class H2OLM(HFLM):
         super().__init__(pretrained, **kwargs)
         if self._device.type == "meta":  # all weights are offloaded; accelerate moves the inputs
             self._device = torch.device("cpu")
+        if self.device.type == "cpu" and self.batch_size == "auto":
+            self.batch_size_per_gpu = CPU_BATCH
         if (accelerator := getattr(self, "accelerator", None)) is not None:
             # HFLM distributes rows only on machines with two or more GPUs, and by the process's
             # rank on its own machine.
@@ -125,13 +125,7 @@ class H2OLM(HFLM):
         self._attention_before = compat.attention_name(self.model.config)
         self.use(setting, protocol, prompt_length=prompt_length)
 
-    def use(
-        self,
-        setting: Setting,
-        protocol: str = "simulate",
-        *,
-        prompt_length: int = 1,
-    ) -> None:
+    def use(self, setting: Setting, protocol: str = "simulate", *, prompt_length: int = 1) -> None:
         """Evaluate with this setting from now on, without loading the model again.
 
         Raises: ValueError for a setting that the protocol or the model does not support, or whose
@@ -182,9 +176,11 @@ class H2OLM(HFLM):
         # the remaining time is never too low.
         lengths = [len(context) + len(continuation) for context, continuation in pairs]
         order = sorted(range(len(pairs)), key=lambda i: (-lengths[i], *pairs[i]))
+        size = override_bs or self.batch_size
+        size = self._detect_batch_size() if size == "auto" else size
         hide = disable_tqdm or self.rank > 0
         with tqdm(total=len(requests), disable=hide, desc=self.setting.name) as bar:
-            for indices in self._batches(order, lengths, override_bs or self._batch_size()):
+            for indices in self._batches(order, lengths, size):
                 batch = [pairs[i] for i in indices]
                 for i, answer in zip(indices, self._answer_batch(batch), strict=True):
                     answers[i], key = answer, requests[i][0]
@@ -258,16 +254,6 @@ class H2OLM(HFLM):
         rest = [i for i in order if not alone[i]]
         batches = [rest[start : start + size] for start in range(0, len(rest), size)]
         return [[i] for i in order if alone[i]] + batches
-
-    def _batch_size(self) -> int:
-        if self.batch_size != "auto":
-            return int(self.batch_size)
-        return self._detect_batch_size()
-
-    def _detect_batch_size(self, *args: Any, **kwargs: Any) -> int:
-        if self.device.type == "cpu":
-            return CPU_BATCH
-        return super()._detect_batch_size(*args, **kwargs)
 
     def _count_and_truncate(self, context: list[int], continuation: list[int]) -> Pair:
         """Count a request, and truncate its context from the left as HFLM does."""
