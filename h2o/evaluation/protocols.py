@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from h2o.compat import accepts, with_cache
 from h2o.evaluation.published_masks import MASKS
@@ -153,14 +154,11 @@ def simulate(model: Any, pairs: Sequence[tuple[list[int], list[int]]], **how: An
 
 def pad_rows(rows: Sequence[list[int]], left: bool = True, pad: int = 0) -> tuple[Tensor, Tensor]:
     """Pad rows of tokens to ids [B, n] and a mask [B, n], 0 at padding."""
-    longest = max(map(len, rows))
-    ids = torch.full((len(rows), longest), pad, dtype=torch.long, device="cpu")
-    mask = torch.zeros_like(ids)
-    for row, tokens in enumerate(rows):
-        start = longest - len(tokens) if left else 0
-        ids[row, start : start + len(tokens)] = ids.new_tensor(tokens)
-        mask[row, start : start + len(tokens)] = 1
-    return ids, mask
+    side = "left" if left else "right"
+    texts = [torch.tensor(tokens, dtype=torch.long, device="cpu") for tokens in rows]
+    masks = list(map(torch.ones_like, texts))
+    ids = pad_sequence(texts, batch_first=True, padding_value=pad, padding_side=side)
+    return ids, pad_sequence(masks, batch_first=True, padding_side=side)
 
 
 def read_documents(

@@ -32,8 +32,7 @@ class Perplexity(TextTask):
 
     @property
     def unit(self) -> str:
-        unit = protocols.fractions_of(self.dataset["test"][0]["asked"]["prompt_length"])
-        return "window" if unit == "text" else unit
+        return "window" if self.config.metadata.get("prompt_length", 1) == 1 else "prompt"
 
     @staticmethod
     def make_rows(
