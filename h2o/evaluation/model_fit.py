@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from h2o import compat
 from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError, UserError
 from h2o.evaluation.setting import Setting
-from h2o.hf.cache.cache import H2OCache
-from h2o.hf.support import supports
 from h2o.kv_dtype import stored_bytes
 from h2o.model_identity import config_of, describe, latent_row
 
@@ -38,6 +35,10 @@ def check_supported(model: Any, h2o_config: H2OConfig) -> None:
     ValueError for a profile of another model, or a `kv_dtype` that does not fit the model's head
     dimension; TypeError for a model in float64.
     """
+    from h2o import compat
+    from h2o.hf.cache.cache import H2OCache
+    from h2o.hf.support import supports
+
     config = config_of(model)
     if model is config:
         if not (support := supports(config)):
