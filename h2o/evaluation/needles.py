@@ -12,7 +12,6 @@ keeps only one fact of a kind does not pass.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import itertools
 import random
 import re
@@ -24,7 +23,7 @@ import torch
 
 from h2o.errors import UserError
 from h2o.evaluation import protocols
-from h2o.evaluation.facts import KINDS, Fact, make_fact
+from h2o.evaluation.facts import KINDS, Fact
 from h2o.evaluation.text_tasks import Samples, TextTask, format_error
 
 LENGTHS = (256, 512, 1024)
@@ -82,17 +81,18 @@ class Needles(TextTask):
                 start = 0
             piece = tokenizer.decode(ids[start : start + length])
             start += length
+            both = [kinds[(first + i) % len(kinds)] for i in range(2 if decoys else 1)]
+            hidden = draw_alike(both, decoys + 1, draw)
+            depths = [depth]
             if decoys:
-                pair = [kinds[(first + i) % len(kinds)] for i in (0, 1)]
-                hidden = draw_alike(pair, decoys + 1, draw)
-            else:
-                hidden = [dataclasses.replace(make_fact(kinds[first], draw), depth=depth)]
+                depths = [i / (len(hidden) - 1) for i in range(len(hidden))]
+                draw.shuffle(depths)
             rows.append(
                 {
-                    "text": hide(piece, hidden),
+                    "text": hide(piece, hidden, depths),
                     "length": length,
-                    "depths": [x.depth for x in hidden],
-                    "kinds": [x.kind for x in hidden],
+                    "depths": depths,
+                    "kinds": [kind for kind in both for _ in range(decoys + 1)],
                     "asked": {"facts": [[x.question, x.answer] for x in hidden]},
                 }
             )
@@ -167,25 +167,24 @@ def share(texts: Sequence[Sequence[bool]]) -> float:
 
 
 def draw_alike(kinds: Sequence[str], each: int, draw: random.Random) -> list[Fact]:
-    """Draw `each` facts of every kind, no two with the same question, at random depths."""
+    """Draw `each` facts of every kind, no two with the same question."""
     facts: dict[str, Fact] = {}
     for count, kind in enumerate(kinds, 1):
         while len(facts) < count * each:
-            fact = make_fact(kind, draw)
+            fact = KINDS[kind](draw)
             facts.setdefault(fact.question, fact)
-    depths = [i / (len(facts) - 1) for i in range(len(facts))]
-    draw.shuffle(depths)
-    return [dataclasses.replace(x, depth=y) for x, y in zip(facts.values(), depths, strict=True)]
+    return list(facts.values())
 
 
-def hide(piece: str, facts: Sequence[Fact]) -> str:
+def hide(piece: str, facts: Sequence[Fact], depths: Sequence[float]) -> str:
     """Put the sentence of each fact between the sentences of the piece."""
     ends = [match.end() for match in re.finditer(r"[.!?;]\s+|\n+", piece)]
     if not ends:
         raise UserError("a piece of the text has no end of a sentence: nowhere to hide a fact")
-    for one in sorted(facts, key=lambda one: -one.depth):  # earlier positions stay valid
-        at = ends[round(one.depth * (len(ends) - 1))]
-        piece = f"{piece[:at]}{one.sentence} {piece[at:]}"
+    places = zip(depths, facts, strict=True)
+    for depth, fact in sorted(places, key=lambda place: -place[0]):  # earlier positions stay valid
+        at = ends[round(depth * (len(ends) - 1))]
+        piece = f"{piece[:at]}{fact.sentence} {piece[at:]}"
     return piece
 
 
