@@ -11,6 +11,7 @@ keeps only one fact of a kind does not pass.
 
 from __future__ import annotations
 
+import collections
 import copy
 import itertools
 import random
@@ -102,32 +103,23 @@ class Needles(TextTask):
     def columns(samples: Samples, full: Samples | None) -> dict[str, str]:
         """Shares of facts found: of all facts, of those that the full cache finds, and by length,
         depth and kind. Facts that the model cannot find at all say nothing about a cache."""
-        facts = [fact for sample in samples for fact in _facts(sample)]
-        cells = {"found": format_share([x["found"] for x in facts])}
-        whole = [x["found"] for sample in full or () for x in _facts(sample)]
+        found = [x for sample in samples for x in sample["found"]]
+        whole = [x for sample in full or () for x in sample["found"]]
+        cells = {"found": format_share(found)}
         if any(whole):
-            known = [x["found"] for x, is_known in zip(facts, whole, strict=True) if is_known]
+            known = [x for x, is_known in zip(found, whole, strict=True) if is_known]
             cells[f"of full's {sum(whole)}"] = format_share(known)
-        for name, title in PARTS.items():
-            values = list(dict.fromkeys(x[name] for x in facts))
-            if name == "depth":
-                values.sort()
-            for value in values if name != "kind" or len(values) > 1 else ():
-                part = [x["found"] for x in facts if x[name] == value]
-                cells[title.format(value)] = f"{statistics.fmean(part):.2f}"
-        return cells
-
-
-PARTS = {"length": "{} tokens", "depth": "depth {:.2g}", "kind": "{}"}
-"""Properties whose values are columns of a table, with the title of a column."""
-
-
-def _facts(sample: dict[str, Any]) -> list[dict[str, Any]]:
-    """For each fact of a text, whether it is found and its properties in `PARTS`."""
-    doc = sample["doc"]
-    each = zip(sample["found"], doc["depths"], doc["kinds"], strict=True)
-    names = "found", "depth", "kind"
-    return [dict(zip(names, x, strict=True)) | {"length": doc["length"]} for x in each]
+        lengths, depths, kinds = (collections.defaultdict(list) for _ in range(3))
+        for sample in samples:
+            doc = sample["doc"]
+            for x, depth, kind in zip(sample["found"], doc["depths"], doc["kinds"], strict=True):
+                lengths[f"{doc['length']} tokens"].append(x)
+                depths[depth].append(x)
+                kinds[kind].append(x)
+        parts = lengths | {f"depth {depth:.2g}": depths[depth] for depth in sorted(depths)}
+        if len(kinds) > 1:
+            parts |= kinds
+        return cells | {title: f"{statistics.fmean(part):.2f}" for title, part in parts.items()}
 
 
 def format_share(found: Sequence[bool]) -> str:
