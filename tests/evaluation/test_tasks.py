@@ -157,6 +157,19 @@ def test_compare(folder, tmp_path, capsys, forwards):
         assert one["requests"] == 8
 
 
+def test_the_models_options_reach_it(folder, tmp_path, monkeypatch):
+    given, original = {}, H2OLM.__init__
+
+    def init(self, *args, **kwargs):
+        given.update(kwargs)
+        original(self, *args, **kwargs)
+
+    monkeypatch.setattr(H2OLM, "__init__", init)
+    arguments = ["--compare", "full", "-o", tmp_path / "out", "--limit", 1, "--max_batch_size", 3]
+    assert run(folder, *arguments) == 0
+    assert (given["device"], given["batch_size"], given["max_batch_size"]) == ("cpu", "4", 3)
+
+
 def test_a_task_of_texts_beside_another(folder, tmp_path, capsys):
     text = tmp_path / "text"
     text.write_text("It rained. The well ran dry, and nobody came. " * 8)
