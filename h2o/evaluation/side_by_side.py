@@ -122,10 +122,10 @@ def compare(
         listed = [x["config"]["h2o"] | {"results": x["results"]} for x in measured.values()]
         return json.dumps({"folder": str(output), "settings": listed}, indent=1)
     notes = [f"written: {output}"]
-    tally = next(iter(measured.values()))["tally"]
+    of_any = next(iter(measured.values()))
     if protocol == "drop":
-        notes[:0] = one_token_notes(tally, settings)
-    units = dict.fromkeys(getattr(task, "unit", lm.ratio_of) for task in tasks.values())
+        notes[:0] = one_token_notes(of_any["tally"], settings)
+    units = dict.fromkeys(of_any["config"]["h2o"]["fractions_of"].values())
     if "window" in units:
         notes[:0] = without_prompt_notes(settings)
     first = f"{origin['model']}, protocol {protocol}, fractions of the {' or the '.join(units)}"
