@@ -82,8 +82,8 @@ class Needles(TextTask):
                 start = 0
             piece = tokenizer.decode(ids[start : start + length])
             start += length
-            both = [kinds[(first + i) % len(kinds)] for i in range(2 if decoys else 1)]
-            hidden = draw_alike(both, decoys + 1, draw)
+            of_kinds = [kinds[(first + i) % len(kinds)] for i in range(2 if decoys else 1)]
+            hidden = draw_alike(of_kinds, decoys + 1, draw)
             depths = [depth]
             if decoys:
                 depths = [i / (len(hidden) - 1) for i in range(len(hidden))]
@@ -93,7 +93,7 @@ class Needles(TextTask):
                     "text": hide(piece, hidden, depths),
                     "length": length,
                     "depths": depths,
-                    "kinds": [kind for kind in both for _ in range(decoys + 1)],
+                    "kinds": [kind for kind in of_kinds for _ in range(decoys + 1)],
                     "asked": {"facts": [[x.question, x.answer] for x in hidden]},
                 }
             )
