@@ -88,13 +88,13 @@ def test_the_table_for_readers(tiny, capsys):  # noqa: F811
 
 def test_caches_take_turns(tiny, monkeypatch):  # noqa: F811
     log = []
-    original = speed.Contender.run
+    original = speed.run
 
-    def run(contender):
-        log.append(contender.setting.name)
-        original(contender)
+    def run(setting, *arguments):
+        log.append(setting.name)
+        return original(setting, *arguments)
 
-    monkeypatch.setattr(speed.Contender, "run", run)
+    monkeypatch.setattr(speed, "run", run)
     settings = [setting.parse(name) for name in ("full", "authors:8")]
     model, tokenizer = load_model(tiny)
     speed.measure(model, tokenizer, settings, [20], tokens=2, rounds=3, log=lambda text: None)

@@ -65,9 +65,10 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Run the command and return its exit code. Raises: UserError (`h2o.errors`)."""
     from h2o import models
-    from h2o.evaluation import speed
 
     models.need_transformers()
+    from h2o.evaluation import speed
+
     log = partial(print_line, quiet=options.json)
     model, tokenizer = load_model(options, options.settings, log)
     result = {"model": options.model or models.DEFAULT_MODEL} | speed.measure(

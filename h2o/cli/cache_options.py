@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -221,7 +221,7 @@ def make_settings(
 
 
 def load_model(
-    options: argparse.Namespace, settings: Iterable[Setting], log: Callable[[str], None]
+    options: argparse.Namespace, settings: Sequence[Setting], log: Callable[[str], None]
 ) -> tuple[Any, Any]:
     """Load the model of --model and its tokenizer. `log` is called with a line before each part.
 
@@ -233,7 +233,7 @@ def load_model(
         device=options.device,
         attn_implementation=None,
         log=log,
-        check=check_fit(settings),
+        check=partial(check_fit, settings),
     )
 
 

@@ -93,7 +93,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(asdict(result), indent=2))
         return 0
-    lines = [""] if options.compare is None else comparison.format_answers(result, *asked)
+    lines = [] if options.compare is None else comparison.format_answers(result, *asked)
     if options.compare is None or not is_shipped(options):
         lines += ["", *comparison.format_figures(result)]
     print("\n".join(lines))
@@ -133,7 +133,7 @@ def generate(options: argparse.Namespace) -> Comparison:
             log=log,
             pinned=pinned,
             compile=options.compile,
-            stream=None if options.json or options.compare else partial(print, end="", flush=True),
+            prints=not (options.json or options.compare),
             quiet=options.json,
         )
         for mode, cache in choose_caches(options, model, tokens).items()

@@ -133,7 +133,7 @@ def print_requests(options: argparse.Namespace) -> int:
         import torch
 
         config.get_text_config(decoder=True).dtype = getattr(torch, options.dtype)
-    check_fit(options.settings)(config)
+    check_fit(options.settings, config)
     end = options.prompt + options.new
     states = state_bytes(config)
     rows = []
