@@ -19,7 +19,6 @@ from torch import Tensor
 
 from h2o import ops
 from h2o.slots import PER_ROW, PER_SLOT, empty_value
-from h2o.spans import PINNED
 
 Budgets = list[list[tuple[int, int]]]
 """(heavy, recent) by row and head. A row has one pair per head, or a single pair for all heads."""
@@ -139,27 +138,6 @@ def gather_held_keys(slots: ops.Slots, sizes: list[int], **fields: float) -> lis
         index, empty = (x.view(*x.shape, *[1] * (len(shape) - 3)) for x in (order, is_empty))
         ordered.append(tensor.gather(2, index.expand(shape)).masked_fill(empty, filler))
     return ordered
-
-
-def report_fields(slots: ops.Slots, sizes: list[int], sinks: int) -> dict[str, Any]:
-    """Compute the fields of `LayerReport` that depend on the slots."""
-    B, G = slots.next_slot.shape
-    filled = slots.positions >= 0
-    budget = slots.budget if slots.budget.ndim == 3 else slots.budget[:, None].expand(B, G, 2)
-    stored = [0 if x is None else x.numel() * x.element_size() for x in slots]
-    kept = by_head(slots, sizes, "positions", -1) >= 0
-    pinned = kept & (by_head(slots, sizes, "scores") == PINNED)
-    scores = slots.scores[filled]
-    return {
-        "seen": slots.seen_tokens.tolist(),
-        "kept_by_head": kept.sum(-1).tolist(),
-        "pinned_by_head": pinned.sum(-1).tolist(),
-        "budget_by_head": (budget.sum(-1) + sinks).tolist(),
-        "bytes_held": sum(stored[:2]),
-        "bytes_bookkeeping": sum(stored[2:]),
-        "mass_evicted": slots.evicted_score.sum().item(),
-        "mass_kept": scores[scores < PINNED].cpu().double().sum().item(),
-    }
 
 
 def enlarge(slots: ops.Slots, sizes: list[int], larger: list[int]) -> ops.Slots:

@@ -20,12 +20,14 @@ from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.prompt.cross_head_budget import (
+    Prompt,
     add_slots,
     allocate_slots,
     each_head,
     positions_in,
     reserve_for_heads,
 )
+from h2o.hf.prompt.prompt_budget import PromptBudget
 from h2o.policy import Policy
 
 RECENT = 4
@@ -101,7 +103,10 @@ def cut_cache(
         # Scores are at most 1, so adding 2 ranks the keys chosen by `attention` above all others.
         held = _Held.of(source)
         ranks = _with_pins(pins, held.mask, scores + 2 * chosen)
-        layer.set_prompt(*held, ranks, budget, source)
+        layer.row_size = source.row_size
+        keys = ranks.shape[2]
+        prompt = Prompt(*held, ranks, None, [keys], source.seen, None, PromptBudget(budget, []))
+        layer.store(prompt, budget)
         layer.slots.scores.sub_(2 * (layer.slots.scores >= 2))
         slot_layout.put_budgets(layer.slots, _later(budget, budgets))
         source.empty()

@@ -24,6 +24,7 @@ from h2o.hf.cache_state.report import LayerReport
 from h2o.hf.cache_state.slot_layout import Capacity
 from h2o.hf.cache_state.trace import Trace
 from h2o.quantization import dequantize
+from h2o.spans import PINNED
 
 
 class BaseLayer(CacheLayerMixin):
@@ -32,6 +33,9 @@ class BaseLayer(CacheLayerMixin):
     kind = "h2o"
     is_sliding = False
     supports_early_init = False
+    record_past = False
+    """Whether passes are recorded, so that `H2OCache.crop` can remove tokens of the last one. The
+    name is transformers'."""
 
     config: H2OConfig
     layer_idx: int
@@ -195,6 +199,20 @@ class BaseLayer(CacheLayerMixin):
 
     get_max_cache_shape = get_max_length  # the method's name before transformers 5.16
 
+    @property
+    def is_croppable(self) -> bool:
+        """Whether tokens of the last pass can be removed. transformers asks before it drafts."""
+        return self.record_past
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `generate()` may compile the decode steps. False while passes are recorded."""
+        return self.runner.is_compileable and not self.record_past
+
+    def activate_past_recording(self) -> None:
+        """See `H2OCache.activate_past_recording`."""
+        self.record_past = True
+
     def empty(self) -> None:
         """Empty the slots. Convolution and recurrent states are not touched."""
         self.set_slots(None, slot_layout.NO_CAPACITY)
@@ -276,17 +294,32 @@ class BaseLayer(CacheLayerMixin):
         """Report on this layer; see `h2o.hf.cache_state.report`."""
         if self.slots is None:
             return LayerReport(self.layer_idx, "h2o")
-        figures = slot_layout.report_fields(self.slots, self.capacity.sizes, self.config.sinks)
-        if not self.scorer.uses_attention:
-            figures |= {"mass_evicted": math.nan, "mass_kept": math.nan}
+        slots, sizes = self.slots, self.capacity.sizes
+        B, G = slots.next_slot.shape
+        budget = slots.budget if slots.budget.ndim == 3 else slots.budget[:, None].expand(B, G, 2)
+        stored = [0 if x is None else x.nbytes for x in slots]
+        kept = slot_layout.by_head(slots, sizes, "positions", -1) >= 0
+        pinned = kept & (slot_layout.by_head(slots, sizes, "scores") == PINNED)
+        mass_evicted = mass_kept = math.nan
+        if self.scorer.uses_attention:
+            scores = slots.scores[slots.positions >= 0]
+            mass_evicted = slots.evicted_score.sum().item()
+            mass_kept = scores[scores < PINNED].cpu().double().sum().item()
         return LayerReport(
             layer=self.layer_idx,
             kind="h2o",
-            bytes_full=self.seen * self.slots.next_slot.numel() * math.prod(self.token_size),
+            seen=slots.seen_tokens.tolist(),
+            kept_by_head=kept.sum(-1).tolist(),
+            pinned_by_head=pinned.sum(-1).tolist(),
+            budget_by_head=(budget.sum(-1) + self.config.sinks).tolist(),
+            bytes_held=sum(stored[:2]),
+            bytes_full=self.seen * B * G * math.prod(self.token_size),
+            bytes_bookkeeping=sum(stored[2:]),
+            mass_evicted=mass_evicted,
+            mass_kept=mass_kept,
             raised=self.raised,
             floored=self.floored,
             unscored=self.unscored,
-            **figures,
         )
 
 

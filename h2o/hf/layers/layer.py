@@ -29,12 +29,12 @@ from h2o.hf.attention.attention_call import (
     evict_after,
     round_like_slots,
 )
-from h2o.hf.cache_state import recurrent_states, slot_layout
+from h2o.hf.cache_state import slot_layout
 from h2o.hf.cache_state.layer_snapshot import restore, take_snapshot
 from h2o.hf.cache_state.pass_guard import WITHOUT_CACHE, PassGuard
 from h2o.hf.cache_state.slot_layout import Budgets, Capacity
 from h2o.hf.layers.base_layer import BaseLayer
-from h2o.hf.layers.crop import CroppableLayer, LastPass
+from h2o.hf.layers.crop import LastPass
 from h2o.hf.layers.pass_runners import EagerRunner
 from h2o.hf.layers.plain_variant import PlainVariant
 from h2o.hf.model_traits import tensor_parallel
@@ -45,7 +45,7 @@ from h2o.hf.prompt.scorers import AttentionScorer
 from h2o.quantization import warn_of_coarse_keys
 
 
-class H2OLayer(CroppableLayer):
+class H2OLayer(BaseLayer):
     """The cache of one layer, with at most k = sinks + heavy + recent keys per row and head.
 
     Three objects define how layers differ. The layer passes itself to their methods:
@@ -232,8 +232,17 @@ class H2OLayer(CroppableLayer):
 
     def store(self, prompt: Prompt, by_row: Budgets) -> None:
         """Store the keys of a prompt that fit the budgets. `by_row`: see `Budgets`."""
-        tensors = prompt.keys, prompt.values, prompt.mask, prompt.scores
-        self._keep(*tensors, by_row, max(prompt.counts))
+        widest, tokens = slot_layout.widest_budgets(by_row, self.config.sinks), max(prompt.counts)
+        capacity = Capacity(widest, self.runner.capacities(widest, tokens))
+        slots = slot_layout.create_slots(
+            prompt.keys, capacity.sizes, by_row, value_weighted=self.config.value_weighted,
+            kv_dtype=self.config.kv_dtype, shared=not self.variant.has_values,
+        )  # fmt: skip
+        ops.evict(
+            prompt.keys, prompt.values, prompt.scores, slots, mask=prompt.mask, policy=self.policy
+        )
+        self.set_slots(slots, capacity)
+        self.longest = tokens
         self.raised, self.floored = prompt.budget.raised, prompt.budget.floored
         self.unscored = False
         self.waits_for_pins = self.guard.pins.rows is not None
@@ -262,35 +271,6 @@ class H2OLayer(CroppableLayer):
 
         return evict_after(attend, tokens, slots, self.policy)
 
-    # ---- Slots for a prompt -------------------------------------------------------------------
-
-    def set_prompt(
-        self, keys: Tensor, values: Tensor | None, mask: Tensor, scores: Tensor,
-        by_row: Budgets, source: BaseLayer,
-    ) -> None:  # fmt: skip
-        """Become what a prompt with these keys and values [B, G, K, D], mask [B, K], scores
-        [B, G, K] and budgets would leave. `source` is the layer that processed the prompt."""
-        self._keep(keys, values, mask, scores, by_row, keys.shape[2])
-        self.row_size, self.seen = source.row_size, source.seen
-        self.prompt_columns = source.seen
-        self.waits_for_pins = self.guard.pins.rows is not None
-        self.count(0, None)
-
-    def _keep(
-        self, keys: Tensor, values: Tensor | None, mask: Tensor | None, scores: Tensor,
-        by_row: Budgets, tokens: int,
-    ) -> None:  # fmt: skip
-        """Create slots with the keys that fit the budgets. No row has more than `tokens` tokens."""
-        widest = slot_layout.widest_budgets(by_row, self.config.sinks)
-        capacity = Capacity(widest, self.runner.capacities(widest, tokens))
-        slots = slot_layout.create_slots(
-            keys, capacity.sizes, by_row, value_weighted=self.config.value_weighted,
-            kv_dtype=self.config.kv_dtype, shared=not self.variant.has_values,
-        )  # fmt: skip
-        ops.evict(keys, values, scores, slots, mask=mask, policy=self.policy)
-        self.set_slots(slots, capacity)
-        self.longest = tokens
-
     def reset(self) -> None:
         """Empty the layer and free its memory."""
         self.empty()
@@ -311,18 +291,7 @@ class H2OLayerWithStates(H2OLayer, StatesAndKeysLayer):
         if states:
             StatesLayer.lazy_initialization(self, **states)
 
-    def reset(self) -> None:
-        """Empty the slots and the states."""
-        super().reset()
-        recurrent_states.forget(self)
-
     @property
     def is_croppable(self) -> bool:
         """Whether `crop` is possible. Recurrent states, sums over all tokens, prevent it."""
         return super().is_croppable and not any(self.is_recurrent_states_initialized.values())
-
-    def crop(self, tokens: int) -> None:
-        """See `H2OCache.crop`."""
-        super().crop(tokens)
-        if self.record_past and self.seen:
-            StatesLayer.crop(self, tokens)
