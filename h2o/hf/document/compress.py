@@ -111,7 +111,12 @@ def compress_document(
         raise ValueError("input_ids has no tokens: the document is empty")
     device = input_device(model)
     ids, mask = input_ids.to(device), mask.bool().to(device)
-    _check_padding(model.config, mask)
+    follows = bool((mask[:, :-1] & ~mask[:, 1:]).any())
+    if follows and counts_padding(transformers_layers(model.config)):
+        raise ValueError(
+            "attention_mask has padding after a token, and this model's sliding windows and states "
+            'would count it as text: pad on the left (tokenizer.padding_side = "left")'
+        )
     progress = progress or (lambda done, columns: None)
     if readings == 2:
         return read_twice(
@@ -123,13 +128,3 @@ def compress_document(
     forward(model, cache, ids, mask, mask[:, :0])
     progress(ids.shape[1], ids.shape[1])
     return cache
-
-
-def _check_padding(config: Any, mask: Tensor) -> None:
-    """Raise ValueError for padding that transformers' own layers would count as text."""
-    follows = bool((mask[:, :-1] & ~mask[:, 1:]).any())
-    if follows and counts_padding(transformers_layers(config)):
-        raise ValueError(
-            "attention_mask has padding after a token, and this model's sliding windows and states "
-            'would count it as text: pad on the left (tokenizer.padding_side = "left")'
-        )

@@ -25,7 +25,7 @@ from h2o.config import H2OConfig
 from h2o.config.fields import Pinned
 from h2o.errors import UnsupportedError
 from h2o.hf.cache.cache import H2OCache
-from h2o.hf.cache_state import recurrent_states, slot_layout
+from h2o.hf.cache_state import recurrent_states
 from h2o.hf.document.cut_cache import cut_cache
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.layers.pass_runners import ScoringRunner
@@ -72,7 +72,7 @@ def read_twice(
     empty = H2OCache(model.config, config.after_reading, pinned=pinned)
     lengths, N = mask.sum(1).tolist(), mask.shape[1]
     prompt_budget.begin_pins(empty.guard, lengths, mask, N)  # may raise, so before any reading
-    at_once = reader.tokens_repeated(request.shape[1])  # may raise as well
+    at_once = [reader.tokens_at_once(n, request.shape[1]) for n in lengths]  # may raise as well
     reader.check_angles(request)
     attention = reader.document(config.policy)
     others = _other_layers(reader.cache)
@@ -81,14 +81,6 @@ def read_twice(
     _put_other_layers(cache, others)
     cache.guard.text.record_ids(ids, mask, 0)
     return cache
-
-
-def _positions(config: Any) -> int | None:
-    """Number of positions of a model with this config; None if there is no limit."""
-    text = config.get_text_config(decoder=True)
-    rope = getattr(text, "rope_parameters", None) or {}
-    most: int | None = getattr(text, "max_position_embeddings", None)
-    return None if rope.get("rope_type") == "dynamic" else most
 
 
 def _request(repeat: str | Tensor, tokenizer: Any) -> Tensor:
@@ -139,7 +131,7 @@ class _Reader:
                 "readings=2 does not support a model that is cut over several processes: pass "
                 "readings=1"
             )
-        return self._scores()
+        return [layer.kept().scores for layer in self.layers]
 
     def repetition(
         self, request: Tensor, at_once: list[int], others: dict[int, Any]
@@ -170,16 +162,17 @@ class _Reader:
             forward(self.model, self.cache, *_pad(pieces), self.mask)
             _put_other_layers(self.cache, others)
             self.progress(N + min(N, (number + 1) * max(at_once)), self.columns)
-        return self._scores()
+        return [layer.kept().scores for layer in self.layers]
 
-    def tokens_repeated(self, request: int) -> list[int]:
-        """Tokens of each row to repeat per forward pass. Every pass uses the positions after the
-        document again, and the model has a limited number of positions."""
-        return [self._tokens_repeated(n, request) for n in self.mask.sum(1).tolist()]
-
-    def _tokens_repeated(self, tokens: int, request: int) -> int:
-        positions = _positions(self.model.config)
-        if positions is None or tokens + request + min(CHUNK + OVERLAP, tokens) <= positions:
+    def tokens_at_once(self, tokens: int, request: int) -> int:
+        """Tokens to repeat per forward pass, for a row of `tokens` tokens. Every pass uses the
+        positions after the document again, and the model has a limited number of positions."""
+        text = self.model.config.get_text_config(decoder=True)
+        positions: int | None = getattr(text, "max_position_embeddings", None)
+        rope = getattr(text, "rope_parameters", None) or {}
+        if positions is None or rope.get("rope_type") == "dynamic":
+            return CHUNK
+        if tokens + request + min(CHUNK + OVERLAP, tokens) <= positions:
             return CHUNK
         at_once = positions - tokens - request - OVERLAP
         if at_once < 1:
@@ -189,12 +182,6 @@ class _Reader:
                 "readings=1"
             )
         return at_once
-
-    def _scores(self) -> list[Tensor]:
-        return [
-            slot_layout.gather_held_keys(x.slots, x.capacity.sizes, scores=0.0)[0]
-            for x in self.layers
-        ]
 
 
 def _pad(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
