@@ -21,7 +21,7 @@ from transformers.utils import logging
 from h2o import H2OCache, H2OConfig, UnsupportedError, patched, simulated, supports
 from h2o.compat import with_cache
 from h2o.hf.model_traits.layer_kinds import HYBRIDS, kind_of
-from h2o.hf.support import Traits, not_supported_reasons, setting_reasons
+from h2o.hf.support import Traits, setting_reasons
 from tests.hf import families
 from tests.hf.tiny import FAMILIES, SPREAD, batch, greedy, model, prompts, slow_if
 
@@ -224,8 +224,7 @@ def test_windows_that_only_the_cache_knows():
 
 def test_reasons_against_settings_are_listed_together():
     config = model("llama").config
-    assert not not_supported_reasons(config)
-    assert not not_supported_reasons(model("llama"), H2OConfig(heavy=4, recent=4))
+    assert not setting_reasons(Traits.of(config), H2OConfig(heavy=4, recent=4))
     drawn = H2OConfig(heavy=4, recent=4, score_by="random")
     reasons = setting_reasons(Traits.of(config), drawn, trace=True, compileable=True)
     assert [reason.partition(" cannot be")[0] for reason in reasons] == [
@@ -234,7 +233,7 @@ def test_reasons_against_settings_are_listed_together():
     ]
     config = copy.deepcopy(config)
     config.is_encoder_decoder = True
-    (reason,) = not_supported_reasons(config, drawn)
-    assert reason.startswith("h2o does not support llama: encoder-decoder")
+    with pytest.raises(UnsupportedError, match="h2o does not support llama: encoder-decoder"):
+        H2OCache(config, drawn)
     with pytest.raises(TypeError, match="not str"):
-        not_supported_reasons("llama")
+        supports("llama")
