@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from h2o.errors import UnsupportedError
-from h2o.hf.cache.padding import ends_in_padding
+from h2o.hf.cache.continuation import ends_in_padding
 from h2o.hf.cache_state import recurrent_states
 from h2o.hf.cache_state.pass_guard import PassGuard
 from h2o.hf.layers.cache_relative_variant import CacheRelativeVariant
