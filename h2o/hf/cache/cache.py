@@ -104,7 +104,7 @@ class H2OCache(CacheInspection):
         check_pins(config, pinned)
         model, config = config, text_config_of(config)
         plan = get_plan(model, config, h2o_config)
-        guard = PassGuard(prompt_length, plan.kinds, plan.last, bool(plan.number_of_states))
+        guard = PassGuard(prompt_length, plan.kinds, plan.last, plan.number_of_states)
         layers = plan.layers(guard, trace=trace, compileable=compileable)
         guard.pins = Pins.of(pinned, plan.h2o_config.decay)
         guard.plans = plan.plans

@@ -38,7 +38,6 @@ from h2o.hf.layers.crop import LastPass
 from h2o.hf.layers.pass_runners import EagerRunner
 from h2o.hf.layers.plain_variant import PlainVariant
 from h2o.hf.model_traits import tensor_parallel
-from h2o.hf.model_traits.layer_kinds import has_states
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.prompt.cross_head_budget import Prompt, positions_in
 from h2o.hf.prompt.scorers import AttentionScorer
@@ -166,7 +165,7 @@ class H2OLayer(BaseLayer):
                 if stored != dtype:  # autocast was switched on or off since the keys were stored
                     tokens = tokens.to(stored)
         except Exception:
-            self.guard.layer_rejected(self.layer_idx, has_states=has_states(self))
+            self.guard.layer_rejected(self.layer_idx)
             raise
         if self.guard.waiting != self.layer_idx:
             raise RuntimeError(
@@ -179,7 +178,7 @@ class H2OLayer(BaseLayer):
             out = self.forward(tokens)
         except Exception:
             if self.trace is None or seen == self.seen:
-                self.guard.layer_rejected(self.layer_idx, has_states=has_states(self))
+                self.guard.layer_rejected(self.layer_idx)
             raise  # keys stored but missing from the trace: treat the pass as interrupted
         self.last = last
         self.guard.layer_done(self.layer_idx)
