@@ -48,18 +48,6 @@ class Capacity:
         return Capacity(self.widest, list(map(max, needed, grown, self.sizes)))
 
 
-NO_CAPACITY = Capacity([0], [])
-"""Capacity before the prompt."""
-
-
-def writable_slots(slots: ops.Slots) -> ops.Slots:
-    """Copy those tensors of the slots that were created under `torch.inference_mode`."""
-    for name, x in zip(slots._fields, slots, strict=True):
-        if x is not None and x.is_inference():
-            slots = slots._replace(**{name: writable(x)})
-    return slots
-
-
 def writable(tensor: Tensor) -> Tensor:
     """Copy a tensor that was created under `torch.inference_mode`; return others unchanged.
 
@@ -177,11 +165,6 @@ def change_rows(slots: ops.Slots, change: Callable[[Tensor], Tensor]) -> ops.Slo
     fields = {name: getattr(slots, name) for name in PER_ROW}
     changed = {name: None if x is None else change(x) for name, x in fields.items()}
     return slots._replace(**changed)
-
-
-def rows_like(slots: ops.Slots, rows: int) -> ops.Slots:
-    """Create slots of `rows` rows, each a copy of the first row of `slots`."""
-    return change_rows(slots, lambda x: x[:1].expand(rows, *x.shape[1:]).clone())
 
 
 def row_index(rows: list[int], device: torch.device) -> slice | Tensor:

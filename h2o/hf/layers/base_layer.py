@@ -76,7 +76,10 @@ class BaseLayer(CacheLayerMixin):
         """
         if self.slots is None:
             self.row_size, self.seen = source.row_size, source.seen
-            self.set_slots(slot_layout.rows_like(source.slots, B), source.capacity)
+            copies = slot_layout.change_rows(
+                source.slots, lambda x: x[:1].expand(B, *x.shape[1:]).clone()
+            )
+            self.set_slots(copies, source.capacity)
         capacity, others = self.capacity, source.capacity
         widest = list(map(max, capacity.widest, others.widest))
         needed = self.runner.capacities(widest, longest)
@@ -133,8 +136,9 @@ class BaseLayer(CacheLayerMixin):
         return self.slots
 
     def set_slots(self, slots: ops.Slots | None, capacity: Capacity) -> None:
-        self.slots = None if slots is None else slot_layout.writable_slots(slots)
-        self.capacity = capacity
+        if slots is not None:
+            slots = ops.Slots(*(x if x is None else slot_layout.writable(x) for x in slots))
+        self.slots, self.capacity = slots, capacity
         self.is_initialized = slots is not None
         batch = None if slots is None else slots.scores if slots.rows is None else slots.rows
         self.batch_size = 0 if batch is None else len(batch)
@@ -215,7 +219,7 @@ class BaseLayer(CacheLayerMixin):
 
     def empty(self) -> None:
         """Empty the slots. Convolution and recurrent states are not touched."""
-        self.set_slots(None, slot_layout.NO_CAPACITY)
+        self.set_slots(None, Capacity([0], []))
         self.seen = 0
         self.longest = 0  # upper bound of the number of tokens in any row
         self.prompt_columns = 0
