@@ -274,7 +274,7 @@ def _config_reason(config: Any) -> str | None:
     if _attribute(text, "kv_lora_rank") is not None:
         if reason := _latent_refusal(config):
             return reason
-    elif _has_other_values(text):
+    elif _attribute(text, "v_head_dim") not in (None, _attribute(text, "head_dim")):
         return "its keys and values differ in size"
     if getattr(text, "num_kv_shared_layers", None):
         if reason := shared_keys.shared_keys_refusal(text):
@@ -314,12 +314,6 @@ def _latent_refusal(config: Any) -> str | None:
     if not any(map(latent_attention.expands_after_cache, _model_classes(config))):
         return "its multi-head latent attention does not cache latents; newer models do"
     return latent_attention.latent_refusal(config.get_text_config(decoder=True))
-
-
-def _has_other_values(text: Any) -> bool:
-    """Whether keys and values differ in size, or the size of values differs between layers."""
-    value = _attribute(text, "v_head_dim")
-    return value is not None and value != _attribute(text, "head_dim")
 
 
 def _attribute(config: Any, name: str) -> Any:

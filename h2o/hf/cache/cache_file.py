@@ -111,13 +111,7 @@ def _read_content(path: Path, model: Any) -> tuple[dict[str, Any], dict[str, Ten
     """Read and check a file. Return its JSON content, with `settings["config"]` as an `H2OConfig`,
     and its tensors.
 
-    Args:
-        model: the model that will use the cache, or its config.
-
-    Raises:
-        ValueError: the file holds no cache, is truncated or edited, comes from a later version or
-            another model, or holds other heads of a tensor-parallel model than this process.
-        OSError: the file does not exist or cannot be read.
+    Raises: as `H2OCache.load`.
     """
     try:
         metadata, tensors = _open_file(path)

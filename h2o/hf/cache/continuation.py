@@ -82,8 +82,10 @@ def _check_continuation(cache: Any, seen: int, text: NewText, new: int) -> None:
         )
     if _is_step_on_gpu(text, new):
         return
-    lengths = _lengths(cache)
-    if lengths is not None:
+    first = next((cache.layers[index] for index in cache.guard.plans), None)
+    lengths: Tensor | None = None  # tokens in each row [B], which only h2o's layers count
+    if first is not None and first.slots is not None:
+        lengths = first.slots.seen_tokens
         if text.mask is not None and text.mask.shape == (len(lengths), seen + new):
             _check_counts(text.mask[:, :seen].bool().sum(1).tolist(), lengths, seen)
         elif text.mask is None and cache.guard.skips_pads:
@@ -106,13 +108,6 @@ def _skips_pads(text: NewText, new: int) -> bool:
     if text.mask is None or text.positions is None or bool(text.mask.all()):
         return False
     return bool((text.positions.max(1).values < new - 1).any())
-
-
-def _lengths(cache: Any) -> Tensor | None:
-    """Number of tokens in each row [B]; None if no layer is h2o's, since only those count them."""
-    first = next(iter(cache.guard.plans), None)
-    slots = None if first is None else cache.layers[first].slots
-    return None if slots is None else slots.seen_tokens
 
 
 def _is_step_on_gpu(text: NewText, new: int) -> bool:

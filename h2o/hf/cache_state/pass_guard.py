@@ -88,7 +88,6 @@ class PassGuard:
         """Whether each row's last column was padding. Empty if none was or no layer counts it"""
         self.padding_of_pass: list[bool] | None = None
         """`ends_in_padding` from the end of this pass on; None if the pass does not change it"""
-        self._ends_in_states = kinds[self.last] == "states"
         self.drops_cache_after: float | None = None
         """See `h2o.hf.support.drops_cache_after`"""
         self.rope_deltas = RopeDeltas()
@@ -134,7 +133,7 @@ class PassGuard:
         """Do the same as `enter` before a layer's states change."""
         if layer != self.last:
             self.enter()
-        elif self._ends_in_states:
+        elif self.kinds[layer] == "states":
             self._finish()
         self.count_state_access(layer)
 

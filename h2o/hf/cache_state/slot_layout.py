@@ -130,6 +130,8 @@ def gather_held_keys(slots: ops.Slots, sizes: list[int], **fields: float) -> lis
 
 def enlarge(slots: ops.Slots, sizes: list[int], larger: list[int]) -> ops.Slots:
     """Copy to more slots. `larger` is the new number per head, or one number for all heads."""
+    if larger == sizes:
+        return slots
     B, G = slots.next_slot.shape
     shape, starts = (B, G, larger[0]), None
     if slots.starts is not None:
@@ -179,24 +181,17 @@ def row_index(rows: list[int], device: torch.device) -> slice | Tensor:
 def put_rows(slots: ops.Slots, index: slice | Tensor, source: ops.Slots) -> None:
     """Overwrite the rows `index` of `slots` with those of `source`, which has as many slots."""
     for name in PER_ROW:
-        to, x = getattr(slots, name), getattr(source, name)
-        if (to is None) != (x is None):
-            raise ValueError(f"slots.{name}: the target or the source row has it, but not both")
-        if to is not None:
-            to[index] = x
+        if (to := getattr(slots, name)) is not None:
+            to[index] = getattr(source, name)
 
 
 def row_bytes(slots: ops.Slots, sizes: list[int]) -> int:
     """Bytes of one row, over all tensors, if these slots had the given `sizes`."""
     wanted = sizes[0] * slots.next_slot.shape[1] if slots.starts is None else sum(sizes)
     here = slots.scores[0].numel()
-    total = 0
-    for name in PER_ROW:
-        x = getattr(slots, name)
-        if x is not None:
-            size = x[0].numel() * x.element_size()
-            total += size // here * wanted if name in PER_SLOT else size
-    return total
+    fields = {name: getattr(slots, name) for name in PER_ROW}
+    sizes_now = {name: x[0].nbytes for name, x in fields.items() if x is not None}
+    return sum(n // here * wanted if name in PER_SLOT else n for name, n in sizes_now.items())
 
 
 def fill_slots(

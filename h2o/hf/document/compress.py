@@ -19,7 +19,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import Unpack
 
 from h2o import compat
@@ -263,7 +264,10 @@ class _Reader:
                 piece = row[max(0, number * n - OVERLAP) : (number + 1) * n]
                 is_over = number * n >= len(row)
                 pieces.append(row[:0] if is_over else torch.cat([request[0], piece]))
-            _forward(self.model, self.cache, *_pad(pieces), self.mask)
+            # Left padding, between a document and its repetition, would enter windows and states.
+            real = [torch.ones_like(piece, dtype=torch.bool) for piece in pieces]
+            padded = (pad_sequence(x, batch_first=True) for x in (pieces, real))
+            _forward(self.model, self.cache, *padded, self.mask)
             _put_other_layers(self.cache, others)
             self.progress(N + min(N, (number + 1) * max(at_once)), self.columns)
         return [layer.kept().scores for layer in self.layers]
@@ -286,15 +290,6 @@ class _Reader:
                 "readings=1"
             )
         return at_once
-
-
-def _pad(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Token ids and mask [B, Q] of rows of different lengths, padded on the right. Left padding,
-    between a document and its repetition, would enter sliding windows and states."""
-    longest = max(map(len, rows))
-    ids = torch.stack([nn.functional.pad(x, (0, longest - len(x))) for x in rows])
-    real = [torch.ones_like(x, dtype=torch.bool) for x in rows]
-    return ids, torch.stack([nn.functional.pad(x, (0, longest - len(x))) for x in real])
 
 
 def _other_layers(cache: H2OCache) -> dict[int, Any]:

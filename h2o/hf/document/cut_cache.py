@@ -5,7 +5,6 @@ Shape letters as in `h2o.hf`, and K tokens of the longest row.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from h2o import ops
@@ -14,6 +13,7 @@ from h2o.hf.cache.cache import H2OCache
 from h2o.hf.cache_state import slot_layout
 from h2o.hf.cache_state.pins import Pins
 from h2o.hf.cache_state.slot_layout import Budgets
+from h2o.hf.cache_state.trace import find_evicted
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.prompt import prompt_budget
@@ -159,6 +159,4 @@ def _keys_to_keep(
         keys, sizes, budgets, value_weighted=policy.value_weighted, shared=values is None
     )
     ops.evict(keys, values, scores, slots, mask=mask, policy=policy)
-    positions = slot_layout.by_head(slots, sizes, "positions", -1).long()
-    kept = scores.new_zeros(*scores.shape[:2], 1 + scores.shape[2], dtype=torch.bool)
-    return kept.scatter_(2, positions + 1, True)[..., 1:] | ~mask[:, None]
+    return ~find_evicted(slots, sizes, keys.shape[2])

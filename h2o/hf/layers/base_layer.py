@@ -70,9 +70,6 @@ class BaseLayer(CacheLayerMixin):
             source: a layer with the same settings. Its tensors are copied.
             source_rows: numbers of the rows to copy, as many as `rows`.
             longest: number of tokens that the longest of all rows has seen.
-
-        Raises:
-            ValueError: the source has another kind of slots.
         """
         if self.slots is None:
             self.row_size, self.seen = source.row_size, source.seen
@@ -84,14 +81,10 @@ class BaseLayer(CacheLayerMixin):
         widest = list(map(max, capacity.widest, others.widest))
         needed = self.runner.capacities(widest, longest)
         sizes = list(map(max, needed, capacity.sizes, others.sizes))
-        slots = self.slots
-        if sizes != capacity.sizes:
-            slots = slot_layout.enlarge(slots, capacity.sizes, sizes)
+        slots = slot_layout.enlarge(self.slots, capacity.sizes, sizes)
         to, index = (slot_layout.row_index(x, slots.keys.device) for x in (rows, source_rows))
         joining = slot_layout.change_rows(source.slots, lambda x: x[index])
-        if sizes != others.sizes:
-            joining = slot_layout.enlarge(joining, others.sizes, sizes)
-        slot_layout.put_rows(slots, to, joining)
+        slot_layout.put_rows(slots, to, slot_layout.enlarge(joining, others.sizes, sizes))
         self.set_slots(slots, Capacity(widest, sizes))
         self.longest = longest
 
@@ -114,16 +107,15 @@ class BaseLayer(CacheLayerMixin):
 
     def _raise_batch_error(self, given: int) -> None:
         """Raise ValueError because a batch of `given` rows does not fit."""
-        text = f"this cache holds a batch of {self.batch_size} rows and was given {given}"
-        if given % self.batch_size == 0:
-            raise ValueError(
-                f"{text}. To continue each row several times (num_beams, num_return_sequences, "
-                f"questions about one document), use cache.fork(rows={given // self.batch_size}). "
-                "For other conversations use a new H2OCache, or cache.reset()"
-            )
+        times, rest = divmod(given, self.batch_size)
+        what = (
+            "To continue each row several times (num_beams, num_return_sequences, questions about "
+            f"one document), use cache.fork(rows={times}). For other conversations"
+        )
         raise ValueError(
-            f"{text}. One cache holds one batch of conversations, so use a new H2OCache, or "
-            "cache.reset()"
+            f"this cache holds a batch of {self.batch_size} rows and was given {given}. "
+            f"{'One cache holds one batch of conversations, so' if rest else what} use a new "
+            "H2OCache, or cache.reset()"
         )
 
     def make_room(self, tokens: int) -> ops.Slots:
@@ -229,7 +221,7 @@ class BaseLayer(CacheLayerMixin):
         self.floored = False  # whether a head may keep `min_tokens` keys, more than its fraction
         self.waits_for_pins = False  # whether some pinned tokens have not arrived yet
         self.trace = Trace() if self.has_trace else None
-        self.last: Any = None  # the last forward pass, if passes are recorded
+        self.last: Any = None  # the result of `record_pass` for the last pass, if it was recorded
         self.guard.waiting = self.guard.prompt_counts = self.guard.chunked_lengths = None
 
     def change_rows(self, change: Callable[[Tensor], Tensor]) -> None:

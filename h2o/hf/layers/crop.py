@@ -8,7 +8,7 @@ copy and repeats the pass with the others. Assisted decoding needs this.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -18,18 +18,11 @@ from h2o.hf.cache_state.layer_snapshot import Snapshot, restore, take_snapshot
 from h2o.hf.model_traits.layer_kinds import free_keys_before_window, has_states, kind_of
 
 
-class LastPass(NamedTuple):
-    """Record with which a layer can repeat its last forward pass."""
-
-    before: Snapshot
-    """Copy of the layer's state before the pass"""
-    tokens: NewTokens
-
-    @classmethod
-    def of(cls, layer: Any, tokens: NewTokens) -> LastPass:
-        """Record the state of a layer before a pass, and the tokens of the pass."""
-        without_layer = tokens._replace(key=tokens.key.detach())
-        return cls(take_snapshot(layer, states=False).each(Tensor.clone), without_layer)
+def record_pass(layer: Any, tokens: NewTokens) -> tuple[Snapshot, NewTokens]:
+    """A copy of a layer's state before a pass, and the tokens of the pass, with which the layer can
+    repeat it."""
+    without_layer = tokens._replace(key=tokens.key.detach())
+    return take_snapshot(layer, states=False).each(Tensor.clone), without_layer
 
 
 def crop(layers: Sequence[Any], tokens: int, seen: int, left: int) -> None:
@@ -76,7 +69,7 @@ def _check_record(h2o_layers: Sequence[Any], left: int) -> None:
                 "an H2OCache cannot remove tokens of a pass that was not recorded: evicted keys "
                 "cannot be restored. Call cache.activate_past_recording() before the forward pass"
             )
-        began = layer.last.before.numbers["seen"]
+        began = layer.last[0].numbers["seen"]
         if left < began:
             raise NotImplementedError(
                 "an H2OCache can only remove tokens of its last forward pass, which began after "

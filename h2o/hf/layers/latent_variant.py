@@ -77,7 +77,7 @@ class LatentVariant(PlainVariant):
                 "h2o does not quantize the latents of a model that is split over processes. Leave "
                 "out kv_dtype"
             )
-        if self._rows is None or self._rows.shape[2] != query.shape[2]:
+        if self._rows.shape[2] != query.shape[2]:
             raise RuntimeError(
                 f"attention of layer {layer.layer_idx} got other keys than its H2OCache. An "
                 "H2OCache does not support repeated forward passes: switch gradient checkpointing "

@@ -34,7 +34,7 @@ from h2o.hf.cache_state.layer_snapshot import restore, take_snapshot
 from h2o.hf.cache_state.pass_guard import WITHOUT_CACHE, PassGuard
 from h2o.hf.cache_state.slot_layout import Budgets, Capacity
 from h2o.hf.layers.base_layer import BaseLayer
-from h2o.hf.layers.crop import LastPass
+from h2o.hf.layers.crop import record_pass
 from h2o.hf.layers.pass_runners import EagerRunner
 from h2o.hf.layers.plain_variant import PlainVariant
 from h2o.hf.model_traits import tensor_parallel
@@ -143,6 +143,12 @@ class H2OLayer(BaseLayer):
             self.variant.end_call()
 
     def _attend(self, call: AttentionCall) -> Tensor:
+        if self.guard.waiting != self.layer_idx:
+            raise RuntimeError(
+                f"attention of layer {self.layer_idx} ran twice for the same keys. An H2OCache "
+                "does not support repeated forward passes: switch gradient checkpointing off"
+            )
+        seen = None if self.trace is None else self.seen
         try:
             call.check()
             # Some models do not pass use_cache on to their layers, where it defaults to False. It
@@ -164,17 +170,7 @@ class H2OLayer(BaseLayer):
                 stored = self.slots.keys.dtype
                 if stored != dtype:  # autocast was switched on or off since the keys were stored
                     tokens = tokens.to(stored)
-        except Exception:
-            self.guard.layer_rejected(self.layer_idx)
-            raise
-        if self.guard.waiting != self.layer_idx:
-            raise RuntimeError(
-                f"attention of layer {self.layer_idx} ran twice for the same keys. An H2OCache "
-                "does not support repeated forward passes: switch gradient checkpointing off"
-            )
-        last = LastPass.of(self, tokens) if self.record_past else None
-        seen = None if self.trace is None else self.seen
-        try:
+            last = record_pass(self, tokens) if self.record_past else None
             out = self.forward(tokens)
         except Exception:
             if self.trace is None or seen == self.seen:
@@ -204,22 +200,17 @@ class H2OLayer(BaseLayer):
         scores_before = None if unscored is None else unscored.scores.clone()
         try:
             out, scores = self.attention(tokens, unscored)
-            echo = None
+            keys, values, mask, echo = tokens.key, tokens.value, tokens.mask, None
             if unscored is None:
                 scores, echo = self.scorer.after_prompt(tokens, scores)
                 if self.config.kv_dtype is not None:
-                    warn_of_coarse_keys(tokens.query, tokens.key, tokens.scale)
-            prompt = Prompt(
-                tokens.key, tokens.value, tokens.mask, scores, echo, counts, Q, tokens.mask,
-                budget,
-            )  # fmt: skip
-            if unscored is not None:
-                keys, values, mask = slot_layout.join_slots_and_tokens(unscored, *prompt[:3])
+                    warn_of_coarse_keys(tokens.query, keys, tokens.scale)
+            else:
+                keys, values, mask = slot_layout.join_slots_and_tokens(unscored, keys, values, mask)
                 scores = torch.cat([unscored.scores, scores], dim=2)
-                prompt = prompt._replace(keys=keys, values=values, mask=mask, scores=scores)
             if guard.pins.rows is not None:
-                positions, _ = positions_in(prompt.mask, prompt.scores)
-                prompt = prompt._replace(scores=guard.pins.score(prompt.scores, positions))
+                scores = guard.pins.score(scores, positions_in(mask, scores)[0])
+            prompt = Prompt(keys, values, mask, scores, echo, counts, Q, tokens.mask, budget)
             self.scorer.store(self, prompt)
         except Exception:  # `attend` has changed nothing but the scores
             if unscored is not None:

@@ -76,10 +76,6 @@ class PlainVariant:
         )
         return step
 
-    def attend_later(self, layer: Any, call: AttentionCall) -> Tensor:
-        """Output [B, Q, H, D] of a later layer in `reused_by`."""
-        raise NotImplementedError
-
     # ---- Between passes ----------------------------------------------------------------------
 
     def end_call(self) -> None:
