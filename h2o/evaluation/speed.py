@@ -37,8 +37,7 @@ class Contender:
         import torch
         from transformers import GenerationConfig
 
-        from h2o.evaluation.generation import time_tokens
-        from h2o.hf.cache.new_cache import bytes_of_keys, new_cache
+        from h2o.evaluation.generation import bytes_of_keys, new_cache, time_tokens
 
         count, length = self.tokens + 1, self.ids.shape[1]
         config = GenerationConfig(max_new_tokens=count, min_new_tokens=count, pad_token_id=0)
