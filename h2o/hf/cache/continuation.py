@@ -215,8 +215,7 @@ def ends_in_padding(mask: Tensor) -> list[bool]:
             'count it as text. Pad on the left (tokenizer.padding_side = "left"), or give each row '
             "its own cache"
         )
-    last: list[bool] = (~is_token[:, -1]).tolist()
-    return last
+    return (~is_token[:, -1]).tolist()
 
 
 @torch.compiler.disable

@@ -67,8 +67,7 @@ def sizes(slots: ops.Slots) -> list[int]:
     """Slots per head, or one number if heads have the same. Waits for the device of `starts`."""
     if slots.starts is None:
         return [slots.scores.shape[-1]]
-    each: list[int] = slots.starts.diff().tolist()
-    return each
+    return slots.starts.diff().tolist()
 
 
 def widest_budgets(by_row: Budgets, sinks: int) -> list[int]:
@@ -214,11 +213,10 @@ def join_slots_and_tokens(
     """Join slots from `fill_slots` and new tokens [B, G, Q, D] with a mask [B, Q].
 
     Returns keys and values [B, G, S + Q, D], and a bool mask [B, S + Q]."""
-    real = mask
-    if real is None:
-        real = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
+    B, _, Q, _ = key.shape
+    real = key.new_ones(B, Q, dtype=torch.bool) if mask is None else mask.bool()
     return (
         torch.cat([slots.keys, key], dim=2),
         None if slots.values is None else torch.cat([slots.values, value], dim=2),
-        torch.cat([slots.positions[:, 0] >= 0, real.bool()], dim=1),
+        torch.cat([slots.positions[:, 0] >= 0, real], dim=1),
     )

@@ -16,19 +16,36 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from h2o import ops
-from h2o.config import H2OConfig
+from h2o.config.layer_plan import LayerPlan
 from h2o.hf.cache_state import slot_layout
 from h2o.hf.cache_state.kept_keys import Kept
 from h2o.hf.cache_state.pass_guard import PassGuard
 from h2o.hf.cache_state.report import LayerReport
 from h2o.hf.cache_state.slot_layout import Capacity
 from h2o.hf.cache_state.trace import Trace
+from h2o.hf.layers.pass_runners import EagerRunner
+from h2o.hf.layers.plain_variant import PlainVariant
+from h2o.hf.model_traits import tensor_parallel
+from h2o.hf.prompt.scorers import AttentionScorer
 from h2o.quantization import dequantize
 from h2o.spans import PINNED
 
 
 class BaseLayer(CacheLayerMixin):
-    """Slots and counts of an `H2OLayer`, without its forward pass."""
+    """Slots and counts of an `H2OLayer`, without its forward pass.
+
+    Three objects define how layers differ. The layer passes itself to their methods:
+
+    - `variant` of attention: what a slot holds for each token, and how attention uses it
+      (`h2o.hf.layers.plain_variant`).
+    - `scorer`: how keys are scored (`h2o.hf.prompt.scorers`).
+    - `runner`: how a pass after the prompt runs (`h2o.hf.layers.pass_runners`).
+
+    Args:
+        plan: the layer's budgets, and the config of all layers.
+        guard: shared by all layers of a cache.
+        trace: whether to record when each key is evicted.
+    """
 
     kind = "h2o"
     is_sliding = False
@@ -37,15 +54,28 @@ class BaseLayer(CacheLayerMixin):
     """Whether passes are recorded, so that `H2OCache.crop` can remove tokens of the last one. The
     name is transformers'."""
 
-    config: H2OConfig
-    layer_idx: int
-    guard: PassGuard
-    variant: Any
-    scorer: Any
-    runner: Any
-    columns: Any
-    """Columns seen: an int, or a tensor that captured steps change in place"""
-    has_trace: bool
+    def __init__(
+        self,
+        plan: LayerPlan,
+        guard: PassGuard | None = None,
+        *,
+        variant: PlainVariant | None = None,
+        scorer: AttentionScorer | None = None,
+        runner: EagerRunner | None = None,
+        trace: bool = False,
+    ) -> None:
+        super().__init__()
+        self.plan, self.config, self.policy = plan, plan.config, plan.policy
+        self.layer_idx = plan.layer
+        self.guard = guard or PassGuard()
+        self.variant: Any = variant or PlainVariant()
+        self.scorer: Any = scorer or AttentionScorer()
+        self.runner: Any = runner or EagerRunner()
+        self.columns = self.runner.initial_columns()
+        """Columns seen: an int, or a tensor that captured steps change in place"""
+        self.has_trace = trace
+        self.part = tensor_parallel.WHOLE  # the part of the model's heads in this process
+        self.empty()
 
     def import_keys(self, keys: Tensor, values: Tensor | None, mask: Tensor | None) -> None:
         """Store keys and values [B, G, n, D] of another cache, except padding (mask [B, n]).
@@ -276,10 +306,7 @@ class BaseLayer(CacheLayerMixin):
     def _unpack_rows(self, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Convert rows of slots to the model's keys and values."""
         D, _ = self.row_size
-        read: tuple[Tensor, Tensor] = self.variant.unpack_rows(
-            *(dequantize(rows[i], D) for i in (0, -1))
-        )
-        return read
+        return self.variant.unpack_rows(*(dequantize(rows[i], D) for i in (0, -1)))
 
     @property
     def token_size(self) -> tuple[int, int, int]:

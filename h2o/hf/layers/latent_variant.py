@@ -118,8 +118,7 @@ class LatentVariant(PlainVariant):
         # A quantized row must be attended to as it is stored, which only `ops.step` does.
         many = tokens.query.shape[1] >= MANY and layer.config.kv_dtype is None
         if many or self._mesh is not None:
-            attended: Tensor = layer.attend_and_evict(tokens, slots)
-            return attended
+            return layer.attend_and_evict(tokens, slots)
         return self._expand_output(super().step(layer, tokens, slots, None, **rotary))
 
     def _expand_output(self, out: Tensor) -> Tensor:

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from h2o import ops
 from h2o.compat import StatesAndKeysLayer, StatesLayer
-from h2o.config import H2OConfig
-from h2o.config.layer_plan import LayerPlan
 from h2o.hf.attention.attention_call import (
     AttentionCall,
     NewTokens,
@@ -31,58 +29,21 @@ from h2o.hf.attention.attention_call import (
 )
 from h2o.hf.cache_state import slot_layout
 from h2o.hf.cache_state.layer_snapshot import restore, take_snapshot
-from h2o.hf.cache_state.pass_guard import WITHOUT_CACHE, PassGuard
+from h2o.hf.cache_state.pass_guard import WITHOUT_CACHE
 from h2o.hf.cache_state.slot_layout import Budgets, Capacity
 from h2o.hf.layers.base_layer import BaseLayer
 from h2o.hf.layers.crop import record_pass
-from h2o.hf.layers.pass_runners import EagerRunner
-from h2o.hf.layers.plain_variant import PlainVariant
 from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.prompt.cross_head_budget import Prompt, positions_in
-from h2o.hf.prompt.scorers import AttentionScorer
 from h2o.quantization import warn_of_coarse_keys
 
 
 class H2OLayer(BaseLayer):
     """The cache of one layer, with at most k = sinks + heavy + recent keys per row and head.
 
-    Three objects define how layers differ. The layer passes itself to their methods:
-
-    - `variant` of attention: what a slot holds for each token, and how attention uses it
-      (`h2o.hf.layers.plain_variant`).
-    - `scorer`: how keys are scored (`h2o.hf.prompt.scorers`).
-    - `runner`: how a pass after the prompt runs (`h2o.hf.layers.pass_runners`).
-
-    Args:
-        plan: the layer's budgets, and the config of all layers.
-        guard: shared by all layers of a cache.
-        trace: whether to record when each key is evicted.
+    `BaseLayer` has the arguments, and what the layer holds between passes.
     """
-
-    def __init__(
-        self,
-        plan: LayerPlan | None = None,
-        guard: PassGuard | None = None,
-        *,
-        variant: PlainVariant | None = None,
-        scorer: AttentionScorer | None = None,
-        runner: EagerRunner | None = None,
-        trace: bool = False,
-    ) -> None:
-        super().__init__()
-        self.plan = plan or LayerPlan.of(H2OConfig(), 0, 1)
-        self.config: H2OConfig = self.plan.config
-        self.layer_idx = self.plan.layer
-        self.guard = guard or PassGuard()
-        self.policy = self.plan.policy
-        self.variant = variant or PlainVariant()
-        self.scorer = scorer or AttentionScorer()
-        self.runner = runner or EagerRunner()
-        self.columns = self.runner.initial_columns()
-        self.has_trace = trace
-        self.part = tensor_parallel.WHOLE  # the part of the model's heads in this process
-        self.empty()
 
     # ---- One forward pass: update, then attend -----------------------------------------------
 
