@@ -193,11 +193,9 @@ class CacheInspection(Cache):
 
 def _report_other(index: int, layer: Any) -> LayerReport:
     """Report on a layer of transformers' own."""
-    kind = str(kind_of(layer))
-    if kind not in ("sliding", "cross"):
-        return LayerReport(index, kind)
-    held = sum(x.numel() * x.element_size() for x in (layer.keys, layer.values) if x is not None)
-    return LayerReport(index, kind, bytes_held=held, bytes_full=held)
+    tensors = (getattr(layer, name, None) for name in ("keys", "values"))
+    held = sum(x.nbytes for x in tensors if x is not None)
+    return LayerReport(index, str(kind_of(layer)), bytes_held=held, bytes_full=held)
 
 
 def _brief(config: H2OConfig) -> str:

@@ -193,24 +193,10 @@ def row_bytes(slots: ops.Slots, sizes: list[int]) -> int:
     return sum(n // here * wanted if name in PER_SLOT else n for name, n in sizes_now.items())
 
 
-def fill_slots(
-    keys: Tensor, values: Tensor | None, mask: Tensor | None, *, value_weighted: bool
-) -> ops.Slots:
-    """Create slots with an unlimited budget that hold keys and values [B, G, n, D].
-
-    Keys are in ascending order of position, and their scores are 0. Padding, where the mask [B, n]
-    is False, is not stored."""
-    longest = keys.shape[2] if mask is None else int(mask.sum(1).max())
-    slots = ops.new_slots(keys, longest + 1, value_weighted=value_weighted, shared=values is None)
-    scores = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
-    ops.evict(keys, values, scores, slots, mask=mask, value_weighted=value_weighted)
-    return slots
-
-
 def join_slots_and_tokens(
     slots: ops.Slots, key: Tensor, value: Tensor | None, mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Join slots from `fill_slots` and new tokens [B, G, Q, D] with a mask [B, Q].
+    """Join slots from `BaseLayer.import_keys` and new tokens [B, G, Q, D] with a mask [B, Q].
 
     Returns keys and values [B, G, S + Q, D], and a bool mask [B, S + Q]."""
     B, _, Q, _ = key.shape

@@ -80,13 +80,16 @@ class BaseLayer(CacheLayerMixin):
     def import_keys(self, keys: Tensor, values: Tensor | None, mask: Tensor | None) -> None:
         """Store keys and values [B, G, n, D] of another cache, except padding (mask [B, n]).
 
-        The next forward pass scores them and evicts down to the budget."""
+        The slots hold them in ascending order of position. Their scores are 0, and the budget is
+        unlimited, until the next forward pass scores them and evicts down to the budget."""
         keys, values = self.variant.rows(self, keys, values)
         self.row_size = keys.shape[-1], keys.element_size()
-        slots = slot_layout.fill_slots(
-            keys, values, mask, value_weighted=self.config.value_weighted
-        )
-        self.set_slots(slots, Capacity(self.capacity.widest, slot_layout.sizes(slots)))
+        size = 1 + (keys.shape[2] if mask is None else int(mask.sum(1).max()))
+        kind = {"value_weighted": self.config.value_weighted}
+        slots = ops.new_slots(keys, size, shared=values is None, **kind)
+        scores = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
+        ops.evict(keys, values, scores, slots, mask=mask, **kind)
+        self.set_slots(slots, Capacity(self.capacity.widest, [size]))
         self.unscored = True
         self.count(keys.shape[2], mask)
 
