@@ -189,8 +189,8 @@ def row_bytes(slots: ops.Slots, sizes: list[int]) -> int:
     wanted = sizes[0] * slots.next_slot.shape[1] if slots.starts is None else sum(sizes)
     here = slots.scores[0].numel()
     fields = {name: getattr(slots, name) for name in PER_ROW}
-    sizes_now = {name: x[0].nbytes for name, x in fields.items() if x is not None}
-    return sum(n // here * wanted if name in PER_SLOT else n for name, n in sizes_now.items())
+    bytes_now = {name: x[0].nbytes for name, x in fields.items() if x is not None}
+    return sum(n // here * wanted if name in PER_SLOT else n for name, n in bytes_now.items())
 
 
 def join_slots_and_tokens(

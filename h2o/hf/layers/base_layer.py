@@ -140,15 +140,16 @@ class BaseLayer(CacheLayerMixin):
 
     def _raise_batch_error(self, given: int) -> None:
         """Raise ValueError because a batch of `given` rows does not fit."""
-        times, rest = divmod(given, self.batch_size)
-        what = (
-            "To continue each row several times (num_beams, num_return_sequences, questions about "
-            f"one document), use cache.fork(rows={times}). For other conversations"
-        )
+        text = f"this cache holds a batch of {self.batch_size} rows and was given {given}"
+        if given % self.batch_size == 0:
+            raise ValueError(
+                f"{text}. To continue each row several times (num_beams, num_return_sequences, "
+                f"questions about one document), use cache.fork(rows={given // self.batch_size}). "
+                "For other conversations use a new H2OCache, or cache.reset()"
+            )
         raise ValueError(
-            f"this cache holds a batch of {self.batch_size} rows and was given {given}. "
-            f"{'One cache holds one batch of conversations, so' if rest else what} use a new "
-            "H2OCache, or cache.reset()"
+            f"{text}. One cache holds one batch of conversations, so use a new H2OCache, or "
+            "cache.reset()"
         )
 
     def make_room(self, tokens: int) -> ops.Slots:
