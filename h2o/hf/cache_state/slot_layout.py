@@ -48,6 +48,18 @@ class Capacity:
         return Capacity(self.widest, list(map(max, needed, grown, self.sizes)))
 
 
+NO_CAPACITY = Capacity([0], [])
+"""Capacity before the prompt."""
+
+
+def writable_slots(slots: ops.Slots) -> ops.Slots:
+    """Copy those tensors of the slots that were created under `torch.inference_mode`."""
+    for name, x in zip(slots._fields, slots, strict=True):
+        if x is not None and x.is_inference():
+            slots = slots._replace(**{name: writable(x)})
+    return slots
+
+
 def writable(tensor: Tensor) -> Tensor:
     """Copy a tensor that was created under `torch.inference_mode`; return others unchanged.
 

@@ -162,9 +162,8 @@ class BaseLayer(CacheLayerMixin):
         return self.slots
 
     def set_slots(self, slots: ops.Slots | None, capacity: Capacity) -> None:
-        if slots is not None:
-            slots = ops.Slots(*(x if x is None else slot_layout.writable(x) for x in slots))
-        self.slots, self.capacity = slots, capacity
+        self.slots = None if slots is None else slot_layout.writable_slots(slots)
+        self.capacity = capacity
         self.is_initialized = slots is not None
         batch = None if slots is None else slots.scores if slots.rows is None else slots.rows
         self.batch_size = 0 if batch is None else len(batch)
@@ -245,7 +244,7 @@ class BaseLayer(CacheLayerMixin):
 
     def empty(self) -> None:
         """Empty the slots. Convolution and recurrent states are not touched."""
-        self.set_slots(None, Capacity([0], []))
+        self.set_slots(None, slot_layout.NO_CAPACITY)
         self.seen = 0
         self.longest = 0  # upper bound of the number of tokens in any row
         self.prompt_columns = 0
