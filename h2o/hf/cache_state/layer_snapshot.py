@@ -66,17 +66,17 @@ def take_snapshot(layer: Any, *, states: bool = True) -> Snapshot:
     return Snapshot(tensors, numbers)
 
 
-def restore(layer: Any, snapshot: Snapshot) -> None:
+def restore(layer: Any, snapshot: Snapshot, *, states: bool = True) -> None:
     """Restore a result of `take_snapshot` in a layer of the same kind and settings.
 
     The layer uses the tensors without copying them. A layer of transformers' own must be new.
-    Convolution and recurrent states do not change if the snapshot has none.
+    `states` is as for `take_snapshot`.
 
     Raises:
         KeyError: a tensor or number is missing.
         TypeError: a tensor is unknown.
     """
-    if "states" in snapshot.numbers:
+    if states and has_states(layer):
         recurrent_states.put(
             layer, _strip_prefix(_STATES, snapshot.tensors), snapshot.numbers["states"]
         )

@@ -81,7 +81,7 @@ def _crop_layer(layer: Any, left: int) -> None:
     """Crop an `H2OLayer`. Its old tensors stay intact, so that they can be restored."""
     if left < layer.seen:
         before, new = layer.last
-        restore(layer, before)
+        restore(layer, before, states=False)
         if columns := left - layer.seen:
             layer.forward(new.columns(0, columns))
     layer.last = None
