@@ -197,15 +197,12 @@ def _strip(scores: Tensor) -> str:
     n = len(scores)
     bins = min(n, BINS)
     cells = []
-    edges = [n * i // bins for i in range(bins + 1)]
-    parts = [scores[start:stop] for start, stop in itertools.pairwise(edges)]
-    held = [int((~part.isnan()).sum()) for part in parts]
-    best = shades([float(part.nan_to_num(0).max()) for part in parts])
-    for i, (count, shade) in enumerate(zip(held, best, strict=True)):
+    spans = [*itertools.pairwise(n * i // bins for i in range(bins + 1))]
+    held = [int((~scores[start:stop].isnan()).sum()) for start, stop in spans]
+    best = shades([float(scores[start:stop].nan_to_num(0).max()) for start, stop in spans])
+    for i, ((start, stop), count, shade) in enumerate(zip(spans, held, best, strict=True)):
         if count:
-            where = (
-                str(edges[i]) if edges[i + 1] - edges[i] == 1 else f"{edges[i]}-{edges[i + 1] - 1}"
-            )
+            where = f"{start}" if stop - start == 1 else f"{start}-{stop - 1}"
             color = f"rgb({COLOR}/{0.25 + 0.75 * shade:.2f})"
             cells.append(
                 f'<rect x="{i}" width="1" height="1" style="fill:{color}">'
