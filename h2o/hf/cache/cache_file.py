@@ -257,7 +257,7 @@ def _settings(cache: Any) -> dict[str, Any]:
     return {
         "config": fields,
         "not_dealt": cache.echo_replacement,
-        "trace": first is not None and first.has_trace,
+        "trace": first is not None and first.trace is not None,
         "compileable": first is not None and isinstance(first.runner, CapturedRunner),
     }
 

@@ -73,7 +73,7 @@ class BaseLayer(CacheLayerMixin):
         self.runner: Any = runner or EagerRunner()
         self.columns = self.runner.initial_columns()
         """Columns seen: an int, or a tensor that captured steps change in place"""
-        self.has_trace = trace
+        self.trace = Trace() if trace else None
         self.part = tensor_parallel.WHOLE  # the part of the model's heads in this process
         self.empty()
 
@@ -253,7 +253,7 @@ class BaseLayer(CacheLayerMixin):
         self.raised = False  # whether a budget below one token was rounded up to one
         self.floored = False  # whether a head may keep `min_tokens` keys, more than its fraction
         self.waits_for_pins = False  # whether some pinned tokens have not arrived yet
-        self.trace = Trace() if self.has_trace else None
+        self.trace = None if self.trace is None else Trace()
         self.last: Any = None  # the result of `record_pass` for the last pass, if it was recorded
         self.guard.waiting = self.guard.prompt_counts = self.guard.chunked_lengths = None
 
