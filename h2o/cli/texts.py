@@ -48,11 +48,3 @@ def check_output(
         parser.error(f"argument {argument}: {name or 'an empty name'} is a folder, not a file")
     if any(x and path.resolve() == Path(x).resolve() for x in inputs):
         parser.error(f"argument {argument}: {name} is an input file: name another output")
-
-
-def check_encoding(parser: argparse.ArgumentParser, argument: str, text: str | None) -> None:
-    """End with an error for an argument that is not valid UTF-8."""
-    try:
-        (text or "").encode()
-    except UnicodeEncodeError:
-        parser.error(f"argument {argument}: not a text in UTF-8")
