@@ -21,9 +21,8 @@ from transformers import GenerationConfig
 
 from h2o import ops, packages
 from h2o.errors import UnsupportedError, UserError
-from h2o.evaluation.generation import time_tokens
+from h2o.evaluation.generation import bytes_of_keys, new_cache, time_tokens
 from h2o.evaluation.setting import Setting
-from h2o.hf.cache.new_cache import bytes_of_keys, new_cache
 
 PACKAGES = ("h2o-kv", "torch", "transformers", "numpy")
 

@@ -9,10 +9,10 @@ from h2o import cli
 from h2o.compat import with_cache
 from h2o.errors import UserError
 from h2o.evaluation import facts, needles
+from h2o.evaluation.generation import new_cache
 from h2o.evaluation.lm import H2OLM
 from h2o.evaluation.needles import Needles
 from h2o.evaluation.setting import parse
-from h2o.hf.cache.new_cache import new_cache
 from tests.evaluation.conftest import build, exit_code, measured, table_of
 
 pytestmark = [

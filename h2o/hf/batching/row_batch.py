@@ -78,9 +78,6 @@ class RowBatch:
             joining: the other cache. For a model with states it must have a single row.
             source_rows: the row of `joining` for each of `rows`.
             tokens: number of tokens that each of them has seen, without padding.
-
-        Raises:
-            ValueError: the other cache has another kind of slots.
         """
         for row, n in zip(rows, tokens, strict=True):
             self.tokens[row], self.offsets[row] = n, joining.guard.rope_deltas.offset

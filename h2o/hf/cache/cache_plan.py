@@ -144,13 +144,8 @@ def _with_lists(config: H2OConfig, kinds: tuple[str, ...]) -> H2OConfig:
     """Replace functions in the config by lists, so that each function is called only once."""
     for name in ("heavy", "recent"):
         if callable(compute := getattr(config, name)):
-            computed = {
-                index: layer_amount(name, compute, index, len(kinds))
-                for index, kind in enumerate(kinds)
-                if kind == "h2o"
-            }
-            if not computed:
-                computed[0] = layer_amount(name, compute, 0, len(kinds))
+            layers = [index for index, kind in enumerate(kinds) if kind == "h2o"] or [0]
+            computed = {i: layer_amount(name, compute, i, len(kinds)) for i in layers}
             first = next(iter(computed.values()))  # a filler: other layers have no budget
             amounts = tuple(computed.get(index, first) for index in range(len(kinds)))
             config = dataclasses.replace(config, **{name: amounts})
