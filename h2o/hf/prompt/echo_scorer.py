@@ -32,7 +32,7 @@ from h2o.hf.model_traits.layer_kinds import full_layers
 from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt, positions_in
 from h2o.hf.prompt.echo import largest
 from h2o.hf.prompt.scorers import AttentionScorer
-from h2o.hf.rotary.model_rotary import ModelRotary
+from h2o.hf.rotary.model_rotary import ModelRotary, rotary_of
 from h2o.model_identity import describe, latent_row
 from h2o.policy import Policy
 
@@ -104,7 +104,7 @@ def _rotary(config: Any) -> ModelRotary | str:
     if latent_row(config):
         return "its keys are latents, which all heads share"
     try:
-        return ModelRotary(config, needed_by='score_by="mean-echo"')
+        return rotary_of(config, needed_by='score_by="mean-echo"')
     except UnsupportedError as error:
         return str(error).partition(": ")[2] or str(error)
 

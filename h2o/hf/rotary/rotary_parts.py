@@ -167,11 +167,6 @@ class Probe:
     def _smaller(self, config: Any) -> Any:
         config = copy.deepcopy(config)
         smaller = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": self.width}
-        smaller |= {
-            name: 32
-            for name in ("q_lora_rank", "kv_lora_rank")
-            if getattr(config, name, None) is not None
-        }
         for name, value in smaller.items():
             if hasattr(config, name):
                 setattr(config, name, value)
