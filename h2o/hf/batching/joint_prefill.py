@@ -84,27 +84,19 @@ def prefill_together(group: Sequence[ActiveRequest]) -> tuple[H2OCache, Tensor]:
     Returns:
         A cache with a row for each prompt, and logits [B, vocabulary] of their first new tokens.
     """
+    compiled = group[0].compiled_prefill
     with torch.no_grad():
-        prefilled = _pad(group) if group[0].compiled_prefill is None else _pack(group)
+        if compiled is None:
+            prefilled = _prefill_padded(group)
+        else:
+            logits = compiled.prefill([x.ids for x in group], **group[0].last_logits)
+            prefilled = compiled.cache, logits
     for request in group:
         request.tokens_prefilled = request.prompt_tokens
     return prefilled
 
 
-def _pack(group: Sequence[ActiveRequest]) -> tuple[H2OCache, Tensor]:
-    compiled = group[0].compiled_prefill
-    assert compiled is not None
-    compiled.empty()
-    logits = compiled.prefill(
-        [x.ids for x in group],
-        use_cache=True,
-        **with_cache(compiled.cache),
-        **group[0].last_logits,
-    )
-    return compiled.cache, logits
-
-
-def _pad(group: Sequence[ActiveRequest]) -> tuple[H2OCache, Tensor]:
+def _prefill_padded(group: Sequence[ActiveRequest]) -> tuple[H2OCache, Tensor]:
     settings, lengths = group[0].settings, [x.prompt_tokens for x in group]
     rows = [x.ids[0] for x in group]
     ids, mask = (
