@@ -10,10 +10,13 @@ Shape letters as in `h2o.hf`.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from h2o import ops
 from h2o.config.layer_plan import LayerPlan
@@ -23,10 +26,12 @@ from h2o.hf.cache_state import slot_layout
 from h2o.hf.cache_state.pins import Pins
 from h2o.hf.cache_state.slot_layout import Budgets
 from h2o.hf.cache_state.trace import by_column, find_evicted
-from h2o.hf.prompt.cross_head_budget import positions_in
+from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt, positions_in
 from h2o.hf.prompt.echo_scorer import PromptEcho
+from h2o.hf.prompt.prompt_budget import PromptBudget
 from h2o.hf.prompt.scorers import draw_ranks, head_numbers
 from h2o.hf.simulation.visible_keys import VisibleKeys
+from h2o.policy import Policy
 
 
 def simulate_tokenwise(
@@ -52,11 +57,11 @@ def simulate_tokenwise(
     policy = plan.policy
     B, _, N, _ = text.query.shape
     G, device = text.key.shape[1], text.key.device
-    real = text.key.new_ones(B, N) if text.mask is None else text.mask
-    real = real.bool()
+    prompt, out, scores, _ = score_prompts(text, prompts, policy, pins, echo)
+    early = prompt.mask
+    real = _find_real(text)
     order = real.cumsum(1) - 1
     positions = order.masked_fill(~real, -1)[:, None]
-    early = real & (order < torch.tensor(prompts, dtype=torch.long, device=device)[:, None])
     sizes = slot_layout.capacities(slot_layout.widest_budgets(by_row, policy.sinks), N)
     slots = slot_layout.create_slots(
         text.key, sizes, by_row, value_weighted=policy.value_weighted,
@@ -79,11 +84,6 @@ def simulate_tokenwise(
         evicted = find_evicted(slots, sizes, N) & (evicted_after < 0)
         evicted_after.copy_(torch.where(evicted, seen[:, None, None].int(), evicted_after))
 
-    prompt = text._replace(mask=early)
-    out, scores = attention(prompt, None, policy)
-    if echo is not None:
-        scores, _ = echo.scores(prompt, scores)
-    scores = pins.score(scores, positions)
     note(order.masked_fill(~early, N)[:, None], scores)
     ops.evict(text.key, text.value, scores, slots, mask=early, policy=policy)
     columns = torch.arange(1, N + 1, device=device)
@@ -101,6 +101,35 @@ def simulate_tokenwise(
         record(seen.fill_(i + 1))
     position = order.clamp(min=0)[:, None].expand(B, G, N)
     return out, by_column(evicted_after, real), last.gather(2, position) * real[:, None]
+
+
+def score_prompts(
+    text: NewTokens, prompts: Sequence[int], policy: Policy, pins: Pins, echo: PromptEcho | None
+) -> tuple[NewTokens, Tensor, Tensor, Tensor | None]:
+    """Process the prompts of a text and score their keys. For the arguments see
+    `simulate_tokenwise`.
+
+    Returns:
+        The text with all tokens after the prompts masked; the output [B, N, H, D]; scores and echo
+        [B, G, N], or None instead of echo.
+    """
+    real = _find_real(text)
+    lengths = torch.tensor(prompts, dtype=torch.long, device=real.device)[:, None]
+    prompt = text._replace(mask=real & (real.cumsum(1) <= lengths))
+    out, scores = attention(prompt, None, policy)
+    found = None
+    if echo is not None:
+        scores, found = echo.scores(prompt, scores)
+    positions, _ = positions_in(prompt.mask, scores)
+    return prompt, out, pins.score(scores, positions), found
+
+
+def _find_real(text: NewTokens) -> Tensor:
+    """[B, N] bool, False at padding."""
+    if text.mask is not None:
+        return text.mask.bool()
+    B, _, N, _ = text.key.shape
+    return torch.ones(B, N, dtype=torch.bool, device=text.key.device)
 
 
 def simulate_random(
@@ -144,3 +173,67 @@ def _evictions(ranks: list[float], sinks: int, heavy: int, recent: int, prompt: 
         if len(held) > heavy:
             seen[-heapq.heappop(held)[1]] = max(prompt, position + recent + 1)
     return seen
+
+
+class SimulatedBudgets:
+    """Budgets of each layer, row and head with `head_shares="echo"`, for the text that each thread
+    simulates.
+
+    A layer's budgets depend on the echo of all layers, including later ones. Each forward pass is
+    therefore preceded by a pass that evicts nothing. This first pass collects the echo of the
+    prompts' keys and divides the budget as an `H2OCache` does (`h2o.hf.prompt.cross_head_budget`).
+    """
+
+    def __init__(self, plans: dict[int, LayerPlan], echoes: dict[int, PromptEcho]) -> None:
+        """`plans` and `echoes` of the simulated layers, by layer number."""
+        self._plans, self._echoes = plans, echoes
+        self._thread_local = threading.local()
+        self._is_open = False
+
+    @property
+    def is_collecting(self) -> bool:
+        """Whether this thread is in the pass that collects echo and evicts nothing."""
+        return getattr(self._thread_local, "cross_head", None) is not None
+
+    @contextmanager
+    def budget_pass(self, model: nn.Module) -> Iterator[None]:
+        """Within the block, run a pass that divides the budget before each forward pass of
+        the model."""
+
+        def collect_echo(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            if self.is_collecting or not self._is_open:  # a copy of the model keeps the hook
+                return
+            self._thread_local.budgets = {}
+            self._thread_local.cross_head = CrossHeadBudget(self._plans, alike=False)
+            try:
+                with torch.no_grad():
+                    model(*args, **kwargs)
+            finally:
+                self._thread_local.cross_head = None
+
+        self._is_open = True
+        try:
+            with model.register_forward_pre_hook(collect_echo, with_kwargs=True):
+                yield
+        finally:
+            self._is_open = False
+
+    def take(
+        self, layer: int, text: NewTokens, prompts: list[int], by_row: Budgets, pins: Pins
+    ) -> None:
+        """Collect the echo of the prompts' keys in a layer, whose heads have the budgets `by_row`
+        so far."""
+        plan, echo = self._plans[layer], self._echoes[layer]
+        tokens, _, scores, found = score_prompts(text, prompts, plan.policy, pins, echo)
+        budget = PromptBudget(by_row, pins.counts(len(prompts), plan.sinks))
+        mask = tokens.mask
+        prompt = Prompt(
+            tokens.key, tokens.value, mask, scores, found, mask.sum(1).tolist(), mask.shape[1],
+            mask, budget,
+        )  # fmt: skip
+        divided = self._thread_local.cross_head.take(layer, prompt, layer)
+        self._thread_local.budgets.update((index, by_row) for index, _, by_row in divided)
+
+    def budgets(self, layer: int) -> Budgets:
+        """(heavy, recent) of each row and head in a layer, as the last pass divided them."""
+        return self._thread_local.budgets[layer]  # type: ignore[no-any-return]

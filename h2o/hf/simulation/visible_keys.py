@@ -71,21 +71,15 @@ class VisibleKeys(NamedTuple):
         return (order if call.mask is None else call.mask.cumsum(1) - 1) < prompts
 
 
-def retained_by_token(
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    evicted_at: Tensor,
-    scale: float | None,
-    softcap: float,
-) -> Tensor:
+def retained_by_token(text: NewTokens, evicted_at: Tensor) -> Tensor:
     """[B, H, N]: the share of a full cache's attention that each token retains, NaN for padding."""
+    query, key = text.query, text.key
     B, H, N, _ = query.shape
     mass = torch.full((B, H, N), torch.nan, dtype=torch.float32, device=query.device)
-    for b, real in enumerate(columns(mask, B, N, query.device)):
+    for b, real in enumerate(columns(text.mask, B, N, query.device)):
         left = torch.searchsorted(real, evicted_at[b, :, real].long())
         mass[b, :, real] = retained_mass(
-            query[b, :, real], key[b, :, real], left, scale=scale, softcap=softcap
+            query[b, :, real], key[b, :, real], left, scale=text.scale, softcap=text.softcap
         )
     return mass
 
