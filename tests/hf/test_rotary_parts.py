@@ -77,7 +77,7 @@ def test_a_proof_is_made_once_and_leaves_nothing_behind(monkeypatch):
     rotary_of(FAMILIES["llama"].build_config())
     assert torch.equal(torch.rand(1), expected)
     assert set(AttentionInterface._global_mapping) == before
-    monkeypatch.setattr(rotary_parts.Probe, "attended", lambda *_: 1 / 0)
+    monkeypatch.setattr(model_rotary, "attended", lambda *_: 1 / 0)
     rotary_of(FAMILIES["llama"].build_config())
 
 

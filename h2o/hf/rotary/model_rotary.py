@@ -23,7 +23,7 @@ from h2o.errors import UnsupportedError
 from h2o.hf.model_traits.layer_kinds import full_layers
 from h2o.hf.model_traits.shared_keys import shared_key_layers
 from h2o.hf.rotary.length_dependent_rope import BY_LENGTH
-from h2o.hf.rotary.rotary_parts import Parts, Probe, parts_of
+from h2o.hf.rotary.rotary_parts import Parts, attended, parts_of
 
 CACHE_RELATIVE_TYPES = frozenset(
     "llama mistral mixtral qwen2 qwen3 qwen3_moe gemma gpt_neox phi phi3 stablelm olmo2 granite "
@@ -91,24 +91,30 @@ _found: dict[str, ModelRotary | str] = {}
 """The rotary embedding of each config, or the reason why it is not known"""
 
 
-def rotary_of(config: Any, *, needed_by: str = 'positions="cache_relative"') -> ModelRotary:
-    """The rotary embedding of the model that a config describes, for the layers of one cache.
-
-    `needed_by`: the setting that needs the rotation, for errors.
+def rotary_of(config: Any) -> ModelRotary:
+    """The rotary embedding for a cache with cache-relative positions.
 
     Raises:
         UnsupportedError: the rotation is not known, with the reason.
     """
-    text = config.get_text_config(decoder=True)
-    found: ModelRotary | str = _NONE
-    if getattr(text, "rope_parameters", None):
-        name = f"{type(text).__qualname__} {text.to_json_string(use_diff=False)}"
-        if name not in _found:
-            _found[name] = _find(text)
-        found = _found[name]
+    found = find_rotary(config)
     if isinstance(found, str):
-        raise UnsupportedError(f"{needed_by} does not support {config.model_type}: {found}")
-    return copy.copy(found)
+        raise UnsupportedError(
+            f'positions="cache_relative" does not support {config.model_type}: {found}'
+        )
+    return found
+
+
+def find_rotary(config: Any) -> ModelRotary | str:
+    """The rotary embedding of the model that a config describes, for the layers of one cache, or
+    the reason why it is not known."""
+    text = config.get_text_config(decoder=True)
+    if not getattr(text, "rope_parameters", None):
+        return _NONE
+    name = f"{type(text).__qualname__} {text.to_json_string(use_diff=False)}"
+    if name not in _found:
+        _found[name] = _find(text)
+    return copy.copy(_found[name])
 
 
 def _find(text: Any) -> ModelRotary | str:
@@ -120,7 +126,7 @@ def _find(text: Any) -> ModelRotary | str:
 
 
 class ModelRotary:
-    """The rotary embedding of a language model, made by `rotary_of`.
+    """The rotary embedding of a language model, made by `find_rotary`.
 
     The constructor verifies that positions act on the model's full attention only by this rotation
     of queries and keys. An attention module of each layer, with made-up weights, is run on the same
@@ -178,17 +184,17 @@ class ModelRotary:
             name = parts.embedding.__name__
             raise LookupError(f"its {name} cannot be run: {error}") from None
         recorded = {
-            layer: attended
-            for group, attended in Probe(parts, text).attended(layers, *cases)
+            layer: runs
+            for group, runs in attended(parts, text, layers, *cases)
             for layer in group
-            if not all(map(torch.equal, 2 * attended[0], attended[1] + attended[2]))
+            if not all(map(torch.equal, 2 * runs[0], runs[1] + runs[2]))
         }
         problems = []
         for self.function in parts.functions if recorded else ():
             try:
                 self._find_pairs()
-                for layer, attended in recorded.items():
-                    if not self._is_rotation(*attended):
+                for layer, runs in recorded.items():
+                    if not self._is_rotation(*runs):
                         raise LookupError(f"layer {layer} does more than rotate by these angles")
                 self.rotated_layers = frozenset(recorded)
                 return
@@ -197,12 +203,12 @@ class ModelRotary:
         if problems:
             raise LookupError("; ".join(problems))
 
-    def _is_rotation(self, *attended: tuple[Tensor, ...]) -> bool:
+    def _is_rotation(self, *runs: tuple[Tensor, ...]) -> bool:
         """Whether queries and keys of the later two runs are those of the first run, rotated. In
         the last run only the lengths of pairs are compared, because float32 is not precise enough
         for the angles of large positions."""
         angles = self.shift(_FURTHER)
-        for here, later, last in zip(*attended, strict=True):
+        for here, later, last in zip(*runs, strict=True):
             here, later, last = map(self.halves, (here, later, last))
             pairs = (rotate(here, angles), later), (self._sizes(here), self._sizes(last))
             if not all(torch.allclose(a, b, atol=1e-3 * float(b.abs().max())) for a, b in pairs):
@@ -217,7 +223,7 @@ class ModelRotary:
 
     def _find_pairs(self) -> None:
         """Find which elements form pairs: adjacent elements, or i and i + D / 2."""
-        D = self._tables(_ZERO, torch.float32)[0].shape[-1]
+        D = self._run_embedding(_ZERO, torch.float32)[0].shape[-1]
         if (frequencies := getattr(self.module, "inv_freq", None)) is not None:
             D = 2 * len(frequencies)  # some tables have each cosine only once
         self.width, self._shifts = D, {}
@@ -309,13 +315,8 @@ class ModelRotary:
         return torch.stack([cos / size, -sin / size], dim=-2)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **self.__dict__,
-            "_ids": None,
-            "_inverse_angles": None,
-            "_table": None,
-            "_shifts": {},
-        }
+        forgotten = {"_ids": None, "_inverse_angles": None, "_table": None, "_shifts": {}}
+        return {**self.__dict__, **forgotten}
 
     def __deepcopy__(self, memo: Any) -> ModelRotary:
         """A copy for another cache. It shares the rotary module, which is never changed."""
@@ -333,19 +334,13 @@ class ModelRotary:
         """Rotate x [B, heads, Q, D] at positions `ids` as the model would."""
         assert self.function is not None
         _, second, *_ = compat.parameters_of(self.function)
-        tables = self._tables(ids, x.dtype)
+        cos_and_sin = self._run_embedding(ids, x.dtype)
         if second.startswith("cos"):
-            out: Tensor = self.function(x, *tables)
-            return out
-        return self.function(x, x, *tables)[0]
-
-    def _tables(self, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """The output of the rotary module: cosines and sines, or one tensor of complex numbers."""
-        tables = self._run_embedding(ids, dtype)
-        return tables if isinstance(tables, tuple) else (tables,)
+            return self.function(x, *cos_and_sin)  # type: ignore[no-any-return]
+        return self.function(x, x, *cos_and_sin)[0]  # type: ignore[no-any-return]
 
     def _run_embedding(self, ids: Tensor, dtype: torch.dtype) -> Any:
-        """The output of the model's rotary module for positions `ids`, as it comes."""
+        """The output of the model's rotary module for positions `ids`: cosines and sines."""
         module = self._modules.get(ids.device, self.module)
         # Call a copy of a module whose angles depend on the length: each call changes the module.
         if self.by_length or (module is self.module and not ids.is_cpu):
