@@ -40,12 +40,14 @@ from h2o.hf.prompt import prompt_budget
 from h2o.hf.prompt.echo_scorer import PromptEcho, adapt_config
 from h2o.hf.rotary.model_rotary import ModelRotary
 from h2o.hf.simulation.masks import Masks
-from h2o.hf.simulation.scored_simulation import (
+from h2o.hf.simulation.simulated_layer import (
     SimulatedBudgets,
+    VisibleKeys,
+    real_columns,
+    retained_by_token,
     simulate_random,
     simulate_tokenwise,
 )
-from h2o.hf.simulation.visible_keys import VisibleKeys, columns, retained_by_token
 from h2o.hf.support import transformers_layers
 from h2o.policy import Policy
 from h2o.utils.with_block import with_block
@@ -310,7 +312,7 @@ class Simulation:
         if text.sink_logits is not None:
             raise UnsupportedError(f"masks {masks.name!r} do not support learned sinks")
         B, _, N, _ = text.key.shape
-        real = columns(text.mask, B, N, text.key.device)
+        real = real_columns(text.mask, B, N, text.key.device)
         values = text.key if text.value is None else text.value
         return masks.attend_rows(text.query, text.key, values, real, prompts, budgets, text.scale)
 

@@ -1,10 +1,12 @@
-"""Simulation of caches whose scores do not come from attention alone.
+"""Simulation of a layer where `h2o.ops.simulate` is not enough.
 
 With `score_by="mean-echo"` a prompt's scores are not its sums of attention, and pinned keys have a
-special score. Here prompts are therefore processed at once and later tokens one by one, with the
-operations that a layer uses. With `score_by="random"` all ranks are known in advance.
+special score. Prompts are then processed at once and later tokens one by one, with the operations
+that a layer uses. With `score_by="random"` all ranks are known in advance. In some models
+(h2o.hf.model_traits.shared_keys) later layers attend with their own queries to the keys that
+another layer stores (`VisibleKeys`).
 
-Shape letters as in `h2o.hf`.
+Shape letters as in `h2o.hf`, and P queries (of the last P columns).
 """
 
 from __future__ import annotations
@@ -13,15 +15,22 @@ import heapq
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from h2o import ops
+from h2o.attention_blocks import retained_mass
 from h2o.config.layer_plan import LayerPlan
 from h2o.errors import UnsupportedError
-from h2o.hf.attention.attention_call import NewTokens, attention, round_like_slots
+from h2o.hf.attention.attention import ROWS, softmax_attention
+from h2o.hf.attention.attention_call import (
+    AttentionCall,
+    NewTokens,
+    attention,
+    round_like_slots,
+)
 from h2o.hf.cache_state import slot_layout
 from h2o.hf.cache_state.pins import Pins
 from h2o.hf.cache_state.slot_layout import Budgets
@@ -30,8 +39,9 @@ from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt, positions_i
 from h2o.hf.prompt.echo_scorer import PromptEcho
 from h2o.hf.prompt.prompt_budget import PromptBudget
 from h2o.hf.prompt.scorers import draw_ranks, head_numbers
-from h2o.hf.simulation.visible_keys import VisibleKeys
+from h2o.kv_dtype import stored_bytes
 from h2o.policy import Policy
+from h2o.quantization import round_to_bytes
 
 
 def simulate_tokenwise(
@@ -237,3 +247,70 @@ class SimulatedBudgets:
     def budgets(self, layer: int) -> Budgets:
         """(heavy, recent) of each row and head in a layer, as the last pass divided them."""
         return self._thread_local.budgets[layer]  # type: ignore[no-any-return]
+
+
+class VisibleKeys(NamedTuple):
+    """The keys that each token of a text sees, given by when each key is evicted."""
+
+    evicted_at: Tensor
+    """[B, G, N] int32, the first column that no longer sees the key"""
+    prompts: Sequence[int]
+    """Prompt length of each row. A prompt's tokens see keys as computed, not as stored"""
+    kv_dtype: str | None
+
+    def attend(self, call: AttentionCall | NewTokens) -> Tensor:
+        """A layer's attention [B, P, H, D] to the visible keys."""
+        P, N = call.query.shape[2], call.key.shape[2]
+        key, value = call.key.detach().float(), call.value.detach().float()
+        stored = None
+        if sizes := stored_bytes(self.kv_dtype, key.shape[-1]):
+            stored = round_to_bytes(key, sizes[0]), round_to_bytes(value, sizes[1])
+            in_prompt = self._in_prompt(call, N)
+        parts = []
+        for first in range(0, P, ROWS):
+            rows = slice(first, min(first + ROWS, P))
+            columns = torch.arange(N - P + rows.start, N - P + rows.stop, device=key.device)
+            part = call._replace(query=call.query[:, :, rows])
+            out = self._rows(part, key, value, columns)
+            if stored is not None:
+                later = self._rows(part, *stored, columns)
+                out = torch.where(in_prompt[:, columns, None, None], out, later)
+            parts.append(out)
+        return torch.cat(parts, dim=1).to(call.query.dtype)
+
+    def _rows(
+        self, call: AttentionCall | NewTokens, key: Tensor, value: Tensor, columns: Tensor
+    ) -> Tensor:
+        """Attention of the queries in some columns."""
+        seen = torch.arange(key.shape[2], device=key.device) <= columns[:, None]  # [n, N]
+        seen = seen & (columns[:, None] < self.evicted_at[:, :, None])  # [B, G, n, N]
+        query, sinks = call.query.detach().float(), call.sink_logits
+        sinks = None if sinks is None else sinks.detach()
+        return softmax_attention(query, key, value, seen, call.scale, call.softcap, sinks)
+
+    def _in_prompt(self, call: AttentionCall | NewTokens, N: int) -> Tensor:
+        """[B, N] bool, whether each column's token is in its row's prompt."""
+        device = call.key.device
+        prompts = torch.tensor(self.prompts, dtype=torch.long, device=device).clamp(min=1)[:, None]
+        order = torch.arange(N, device=device)[None]
+        return (order if call.mask is None else call.mask.cumsum(1) - 1) < prompts
+
+
+def retained_by_token(text: NewTokens, evicted_at: Tensor) -> Tensor:
+    """[B, H, N]: the share of a full cache's attention that each token retains, NaN for padding."""
+    query, key = text.query, text.key
+    B, H, N, _ = query.shape
+    mass = torch.full((B, H, N), torch.nan, dtype=torch.float32, device=query.device)
+    for b, real in enumerate(real_columns(text.mask, B, N, query.device)):
+        left = torch.searchsorted(real, evicted_at[b, :, real].long())
+        mass[b, :, real] = retained_mass(
+            query[b, :, real], key[b, :, real], left, scale=text.scale, softcap=text.softcap
+        )
+    return mass
+
+
+def real_columns(mask: Tensor | None, B: int, N: int, device: torch.device) -> list[Tensor]:
+    """The columns of each row that are not padding."""
+    if mask is None:
+        return [torch.arange(N, device=device)] * B
+    return [row.nonzero()[:, 0] for row in mask]
