@@ -75,7 +75,8 @@ class Expansion(NamedTuple):
             raise UnsupportedError("h2o attention does not support a kv_b_proj with a bias")
         weight = _plain_weight(linear, query)
         tensors: list[Tensor] = []
-        state, known = _read_state(linear, weight, query, tensors), _expansions.get(linear)
+        state = _read_state(linear, weight, query, tensors)
+        known = None if state is None else _expansions.get(linear)
         must_split = fresh and weight is not None
         if known is not None and known.state == state and not must_split:
             return known.expansion
