@@ -1,9 +1,22 @@
 /* store.h - the slots of one key/value head of one row: addresses, strides and types of its S rows
- * of keys and values [D], and its scores, norms and positions [S]. */
+ * of keys and values [D], and its scores, norms and positions [S]. Also single rows. */
 #ifndef H2O_STORE_H
 #define H2O_STORE_H
 
 #include "h2o.h"
+
+/* A token's key, value or query [D], in a tensor or in a store. */
+typedef struct {
+    const char *data; /* element 0 */
+    h2o_dtype type;   /* of an element of a tensor, or of a row of a store */
+    int64_t stride;   /* elements from one element to the next; 1 if quantized */
+} row_ref;
+
+/* Row [a, b, c] of a tensor [.., .., .., D]. */
+H2O_INLINE row_ref tensor_row(const h2o_view *view, int64_t a, int64_t b, int64_t c) {
+    const row_ref row = {(const char *)h2o_at(view, a, b, c), view->dtype, view->stride[3]};
+    return row;
+}
 
 /* Keys or values: S rows of D elements. */
 typedef struct {

@@ -235,10 +235,6 @@ DEVICE uint32_t count_release(uint32_t *counter) {
 #include "shim.h"
 #endif
 
-DEVICE float f16_to_float(uint16_t h) { return float_from_f16(h); }
-DEVICE uint16_t float_to_f16(float x) { return f16_from_float(x); }
-DEVICE float bf16_to_float(uint16_t h) { return float_from_bf16(h); }
-
 /* 16 bytes that are read and written at once, at an address that is a multiple of 16. */
 typedef struct alignas(16) {
     uint32_t w[4];
@@ -261,7 +257,7 @@ DEVICE void store16(void *p, vec16 x) {
 DEVICE uint16_t float_to_bf16(float x) { return bf16_from_float(x); }
 
 DEVICE uint32_t pack_f16(float low, float high) {
-    return float_to_f16(low) | (uint32_t)float_to_f16(high) << 16;
+    return f16_from_float(low) | (uint32_t)f16_from_float(high) << 16;
 }
 
 DEVICE void multiply_f16(float c[4], const uint32_t a[4], const uint32_t b[2]) {

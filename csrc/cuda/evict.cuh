@@ -41,7 +41,7 @@ DEVICE row_moves moves_of(const evict_item *item, bool values, int64_t count) {
     const h2o_view *const tensor = values ? item->values : item->keys;
     row_moves moves = {};
     moves.rows = values ? item->store.values : item->store.keys;
-    moves.first = row_of(tensor, item->b, item->g, 0);
+    moves.first = tensor_row(tensor, item->b, item->g, 0);
     moves.pitch = tensor->stride[2] * h2o_dtype_size(tensor->dtype);
     moves.slots = item->head.slots;
     moves.D = item->D;

@@ -46,16 +46,25 @@ DEVICE void lay_out_workspace(evict_item *item, const evict_layout *at, char *wo
     item->moves = (int32_t *)(workspace + at->moves) + head_index;
 }
 
-/* Fills in what is needed to move rows. */
-DEVICE evict_item open_rows(const h2o_evict_params *p, char *workspace, int64_t b, int64_t g) {
-    const evict_layout at = cuda_evict_call(p);
+/* Fills in what depends on the new tokens only. PARAMS: those of evict or of simulate. */
+template <typename PARAMS> DEVICE evict_item open_new(const PARAMS *p, int64_t b, int64_t g) {
     evict_item item = {};
+    item.policy = &p->policy;
     item.keys = &p->keys;
     item.values = &p->values;
+    item.scores = &p->scores;
+    item.mask = &p->mask;
     item.b = b;
     item.g = g;
     item.Q = p->dims.Q;
     item.D = p->dims.D;
+    return item;
+}
+
+/* Fills in what is needed to move rows. */
+DEVICE evict_item open_rows(const h2o_evict_params *p, char *workspace, int64_t b, int64_t g) {
+    const evict_layout at = cuda_evict_call(p);
+    evict_item item = open_new(p, b, g);
     item.head = read_extent(&p->slots, b, g);
     item.store = open_store(&p->slots, &item.head, p->dims.D);
     lay_out_workspace(&item, &at, workspace, b * p->dims.G + g);
@@ -65,9 +74,6 @@ DEVICE evict_item open_rows(const h2o_evict_params *p, char *workspace, int64_t 
 DEVICE evict_item open_evict(const h2o_evict_params *p, char *workspace, int64_t b, int64_t g,
                              select_buffer *buffer) {
     evict_item item = open_rows(p, workspace, b, g);
-    item.policy = &p->policy;
-    item.scores = &p->scores;
-    item.mask = &p->mask;
     item.tokens = p->dims.Q;
     item.length = read_length(&p->slots.seen_tokens, item.head.row, p->dims.Q);
     read_head(&p->slots, g, &p->policy, item.length, &item.head);
@@ -127,7 +133,7 @@ DEVICE void new_norms(const evict_item *item) {
     const int warps = blockDim.x / 32;
     NO_UNROLL
     for (int64_t q = threadIdx.x / 32; q < item->Q; q += warps) {
-        const float norm = norm_of(row_of(item->values, item->b, item->g, q), item->D);
+        const float norm = norm_of(tensor_row(item->values, item->b, item->g, q), item->D);
         if (threadIdx.x % 32 == 0) item->norms[q] = norm;
     }
 }

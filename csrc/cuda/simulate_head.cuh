@@ -101,16 +101,7 @@ DEVICE void prune_prompt(const simulate_head *h, const simulate_layout *at, char
     const h2o_simulate_params *const p = h->p;
     const slot_store *const store = &h->store;
     const evict_layout evict = cuda_evict_layout(&p->dims, at->slots, &p->policy);
-    evict_item item = {};
-    item.policy = &p->policy;
-    item.keys = &p->keys;
-    item.values = &p->values;
-    item.scores = &p->scores;
-    item.mask = &p->mask;
-    item.b = h->b;
-    item.g = h->g;
-    item.Q = p->dims.Q;
-    item.D = p->dims.D;
+    evict_item item = open_new(p, h->b, h->g);
     item.tokens = h->dense;
     item.head = h->head;
     item.store = *store;

@@ -36,7 +36,7 @@ DEVICE void clear_outputs(const h2o_step_params *p, int64_t b, int64_t g) {
     const int64_t R = p->dims.R, D = p->dims.D;
     NO_UNROLL
     for (int64_t i = threadIdx.x; i < R * D; i += STEP_THREADS)
-        set_element(row_of(&p->out, b, 0, g * R + i / D), i % D, 0.0f);
+        set_element(tensor_row(&p->out, b, 0, g * R + i / D), i % D, 0.0f);
 }
 
 /* The item that one thread has opened. Other threads need not open it again, and fields that only

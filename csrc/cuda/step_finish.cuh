@@ -36,13 +36,13 @@ DEVICE step_softmax combine_parts(const step_item *item, float *shared) {
         }
         UNROLL
         for (int k = 0; k < EACH; k++) row_max = fmaxf(row_max, part_max[k]);
-        row_max = warp_max(row_max);
+        row_max = max_of_lanes(row_max);
         UNROLL
         for (int k = 0; k < EACH; k++) {
             part_max[k] = exponential(part_max[k], row_max);
             if (lane + 32 * k < item->parts) row_sum = fmaf(part_max[k], part_sum[k], row_sum);
         }
-        row_sum = warp_sum(row_sum) + exponential(sink, row_max);
+        row_sum = sum_of_lanes(row_sum) + exponential(sink, row_max);
         const float inverse = 1.0f / row_sum;
         UNROLL
         for (int k = 0; k < EACH; k++) {
@@ -56,7 +56,7 @@ DEVICE step_softmax combine_parts(const step_item *item, float *shared) {
 
 /* Writes x as element d of head r of the group. */
 DEVICE void write_output(const step_item *item, int64_t r, int64_t d, float x) {
-    element_ref row = item->out;
+    row_ref row = item->out;
     row.data += r * item->out_stride;
     set_element(row, d, x);
 }

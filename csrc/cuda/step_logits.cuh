@@ -12,6 +12,46 @@
 #include "logits.cuh"
 #include "step_item.cuh"
 
+/* ---- Teams --------------------------------------------------------------- */
+
+/* A team is TEAM adjacent threads of a warp that compute dot products of one row together: each
+ * reads every TEAM-th run of the row, and shuffles add up the partial sums. */
+DEVICE int team_of_thread(void) { return threadIdx.x / TEAM; }
+DEVICE int index_in_team(void) { return threadIdx.x % TEAM; }
+
+/* Adds the products of run x, from element d on, with COUNT vectors that are `pitch` floats
+ * apart. */
+template <int COUNT>
+DEVICE void add_products(const float x[RUN], const float *vectors, int64_t pitch, int64_t d,
+                         float sum[COUNT]) {
+    UNROLL
+    for (int i = 0; i < COUNT; i++) {
+        const float *const v = vectors + i * pitch + d;
+        UNROLL
+        for (int j = 0; j < RUN; j++) sum[i] = fmaf(x[j], v[j], sum[i]);
+    }
+}
+
+/* The dot products of N rows with COUNT vectors, the same in all threads of a team. load(d, x) must
+ * read elements d..d+RUN-1 of each row. All threads of a warp must take part. */
+template <int N, int COUNT, typename LOAD>
+DEVICE void row_dots(int64_t D, const float *vectors, int64_t pitch, LOAD load,
+                     float (*sum)[COUNT]) {
+    UNROLL
+    for (int i = 0; i < N * COUNT; i++) sum[i / COUNT][i % COUNT] = 0.0f;
+    for (int64_t d = index_in_team() * RUN; d < D; d += TEAM * RUN) {
+        float x[N][RUN];
+        load(d, x);
+        UNROLL
+        for (int i = 0; i < N; i++) add_products<COUNT>(x[i], vectors, pitch, d, sum[i]);
+    }
+    UNROLL
+    for (int i = 0; i < N * COUNT; i++) {
+        float *const partial = &sum[i / COUNT][i % COUNT];
+        *partial = sum_of_lanes<TEAM>(*partial);
+    }
+}
+
 /* ---- Rotary embedding ---------------------------------------------------- */
 
 /* Loads elements d..d+RUN-1 of a row with the rotary embedding of a rank. row(i) is element i
@@ -40,7 +80,7 @@ struct stored_elements {
 };
 
 struct strided_elements {
-    element_ref row;
+    row_ref row;
     DEVICE_METHOD float operator()(int64_t d) const { return element_of(row, d); }
 };
 
@@ -52,7 +92,7 @@ DEVICE void load_queries(const step_item *item, int64_t r, float *query) {
     NO_UNROLL
     for (int64_t i = threadIdx.x; i < STEP_HEADS * runs; i += STEP_THREADS) {
         const int64_t head = r + i / runs, d = i % runs * RUN;
-        element_ref row = item->query;
+        row_ref row = item->query;
         row.data += (head < item->R ? head : r) * item->query_stride;
         float x[RUN];
         if (item->rotary) {

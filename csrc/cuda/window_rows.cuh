@@ -67,8 +67,8 @@ DEVICE float rescaled(softmax_part part, float max) {
 }
 
 DEVICE softmax_part warp_softmax(softmax_part part) {
-    const float max = warp_max(part.max);
-    return softmax_part{max, warp_sum(rescaled(part, max))};
+    const float max = max_of_lanes(part.max);
+    return softmax_part{max, sum_of_lanes(rescaled(part, max))};
 }
 
 /* A thread's part of the softmax of STEP_HEADS heads from r of the group on; x: rows of logits. */

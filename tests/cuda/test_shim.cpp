@@ -175,9 +175,9 @@ KERNEL(probe_matrices, probe_params) {
         multiply_half_f16(c, l, r[0]);
         multiply_half_f16(c, l + 2, r[1]);
     };
-    bool right = multiplies(a, b, float_to_bf16, bf16_to_float, bf16);
-    right &= multiplies(a, b, float_to_f16, f16_to_float, halves);
-    right &= multiplies(a, b, float_to_f16, f16_to_float, f16);
+    bool right = multiplies(a, b, float_to_bf16, float_from_bf16, bf16);
+    right &= multiplies(a, b, f16_from_float, float_from_f16, halves);
+    right &= multiplies(a, b, f16_from_float, float_from_f16, f16);
     params.out[threadIdx.x] = right;
 }
 EXPORT_KERNEL(probe_matrices, probe_params)
@@ -343,8 +343,8 @@ static void test_format(double (*value)(uint32_t), float (*to)(uint16_t), uint16
 }
 
 static void test_numbers(void) {
-    test_format(f16_value, f16_to_float, float_to_f16, 0x7c00);
-    test_format(bf16_value, bf16_to_float, float_to_bf16, 0x7f80);
+    test_format(f16_value, float_from_f16, f16_from_float, 0x7c00);
+    test_format(bf16_value, float_from_bf16, float_to_bf16, 0x7f80);
     for (float x = -125.9f; x < 127.9f; x += 0.0371f) {
         check(fabs(fast_exp2(x) / exp2((double)x) - 1) < 3e-7, "2^x");
     }
@@ -357,7 +357,7 @@ static void test_numbers(void) {
     for (float low : some) {
         for (float high : some) {
             const uint32_t bf16 = float_to_bf16(low) | (uint32_t)float_to_bf16(high) << 16;
-            const uint32_t f16 = float_to_f16(low) | (uint32_t)float_to_f16(high) << 16;
+            const uint32_t f16 = f16_from_float(low) | (uint32_t)f16_from_float(high) << 16;
             check(pack_bf16(low, high) == bf16 && pack_f16(low, high) == f16, "pairs");
         }
     }
