@@ -45,7 +45,8 @@ static void list_choices(const char *const *choices, char text[200]) {
     }
 }
 
-static int parse_choice(const char *name, PyObject *object, const char *const *choices, int *index) {
+static int parse_choice(const char *name, PyObject *object, const char *const *choices,
+                        int *index) {
     const bool text = PyUnicode_Check(object);
     for (int i = 0; text && choices[i] != NULL; i++) {
         if (PyUnicode_CompareWithASCIIString(object, choices[i]) == 0) {

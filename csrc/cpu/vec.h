@@ -67,10 +67,8 @@
 #include "vec_avx2.h"
 #elif defined(H2O_VEC_NEON)
 #include "vec_neon.h"
-#include "vec_four.h"
 #else
 #include "vec_generic.h"
-#include "vec_four.h"
 #endif
 
 VEC vf vf_add(vf a, vf b) { return a + b; }
@@ -87,6 +85,28 @@ enum { PAIRS = 0 };
 VEC vf vf_dot_bf16(vf a, vf b, vf c) { return (void)a, (void)b, c; }
 VEC vf vf_pair_bf16(vf a, vf b) { return (void)b, a; }
 VEC void vf_zip_bf16(vf a, vf b, vf *lo, vf *hi) { *lo = a, *hi = b; }
+#endif
+
+#if !defined(H2O_VEC_AVX512) && !defined(H2O_VEC_AVX2)
+
+/* Conversions for levels with vectors of four floats, since compilers convert single bytes one after
+ * the other. Each of these levels defines
+ *
+ *   vi vu            vectors of four signed and unsigned integers
+ *   load_bytes(p)    four bytes, each in the highest quarter of a lane, with zeros below */
+VEC vf vf_set1_f16(const void *p) { return vf_set1(load_scalar(p, H2O_F16)); }
+VEC vf vf_load_i8(const void *p) { return __builtin_convertvector((vi)load_bytes(p) >> 24, vf); }
+/* Adding 1.5 * 2^23 leaves an integer in the lowest bits. */
+VEC void vf_store_bytes(void *p, vf x) {
+    const vf moved = x + vf_set1(12582912.0f);
+    uint8_t bytes[VL];
+    for (int i = 0; i < VL; i++) bytes[i] = (uint8_t)float_bits(moved[i]);
+    memcpy(p, bytes, sizeof bytes);
+}
+VEC vf vf_load_u4(const void *p, bool high) {
+    const vu bytes = high ? load_bytes(p) : load_bytes(p) << 4;
+    return __builtin_convertvector((vi)(bytes >> 28), vf);
+}
 #endif
 
 #ifndef H2O_VEC_AVX512

@@ -49,7 +49,6 @@ DEVICE uint16_t f16_from_float(float x) {
  * multiprocessor. */
 #define BOUNDED_KERNEL(name, type, threads, blocks)                                                \
     extern "C" __global__ void __launch_bounds__(threads, blocks) name PARAMETERS(type)
-#define EXPORT_KERNEL(name, type)
 #define TAKEN(branch, condition) /* tests count how often the condition holds; see shim.h */
 
 extern __shared__ __align__(1024) unsigned char dynamic_shared[];

@@ -22,8 +22,6 @@ typedef struct {
     int64_t length, tokens; /* seen before; number of new ones that count, the row's first */
     h2o_head head;
     slot_store store;
-    double *evicted_score;
-    int32_t *free_slot;
     uint32_t *rank_keys; /* from here on see evict_layout */
     uint8_t *marks;
     int32_t *token_index, *destinations, *sources, *moves;
@@ -77,8 +75,6 @@ DEVICE evict_item open_evict(const h2o_evict_params *p, char *workspace, int64_t
     item.tokens = p->dims.Q;
     item.length = read_length(&p->slots.seen_tokens, item.head.row, p->dims.Q);
     read_head(&p->slots, g, &p->policy, item.length, &item.head);
-    item.evicted_score = (double *)h2o_at(&p->slots.evicted_score, item.head.row, g, 0);
-    item.free_slot = (int32_t *)h2o_at(&p->slots.next_slot, item.head.row, g, 0);
     item.rows_wait = cuda_move_blocks(p) > 0;
     item.buffer = buffer;
     return item;

@@ -19,21 +19,18 @@ KERNEL(h2o_cuda_simulate_prepare, h2o_simulate_params) {
     prepare_row(&params.mask, &params.dims, params.policy.decay, blockIdx.x,
                 dense_tokens(&params, blockIdx.x), 0, workspace, (select_buffer *)shared);
 }
-EXPORT_KERNEL(h2o_cuda_simulate_prepare, h2o_simulate_params)
 
 /* Grid: G, B. */
 KERNEL(h2o_cuda_simulate_open, h2o_simulate_params) {
     DYN_SHARED(shared);
     open_windows(&params, workspace, (select_buffer *)shared);
 }
-EXPORT_KERNEL(h2o_cuda_simulate_open, h2o_simulate_params)
 
 /* Grid: G, B. */
 BOUNDED_KERNEL(h2o_cuda_simulate_rows, h2o_simulate_params, WINDOW_THREADS, 1) {
     DYN_SHARED(shared);
     window_rows(&params, workspace, (window_buffer *)shared);
 }
-EXPORT_KERNEL(h2o_cuda_simulate_rows, h2o_simulate_params)
 
 /* Grid of logits: blocks that share the tiles of a head, G, B. Grid of values: tiles times parts of
  * the cells, G, B. */
@@ -42,12 +39,10 @@ EXPORT_KERNEL(h2o_cuda_simulate_rows, h2o_simulate_params)
         DYN_SHARED(shared);                                                                        \
         logits(&params, workspace, (buffer *)shared);                                              \
     }                                                                                              \
-    EXPORT_KERNEL(h2o_cuda_simulate_logits##kind, h2o_simulate_params)                             \
     KERNEL(h2o_cuda_simulate_values##kind, h2o_simulate_params) {                                  \
         DYN_SHARED(shared);                                                                        \
         values(&params, workspace, (buffer *)shared);                                              \
-    }                                                                                              \
-    EXPORT_KERNEL(h2o_cuda_simulate_values##kind, h2o_simulate_params)
+    }
 
 DEFINE_WINDOW(, window_buffers, window_logits, window_values)
 DEFINE_WINDOW(_f16, window_matrices, window_logits_matrix<H2O_F16>, window_values_matrix<H2O_F16>)

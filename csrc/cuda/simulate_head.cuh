@@ -26,8 +26,6 @@ typedef struct {
     const int32_t *columns; /* [tokens] */
     h2o_head head;
     slot_store store;
-    double *evicted_score;
-    int32_t *free_slot;
 } simulate_head;
 
 /* The head's store has no rows: keys and values are read from the tensors. */
@@ -50,8 +48,6 @@ DEVICE simulate_head open_head(const h2o_simulate_params *p, const simulate_layo
     store->positions = (int32_t *)(workspace + at->positions) + first;
     if (p->policy.value_weighted) store->norms = (float *)(workspace + at->norms) + first;
     store->slots = h.head.slots;
-    h.evicted_score = (double *)(workspace + at->evicted_score) + h.index;
-    h.free_slot = (int32_t *)(workspace + at->next_slot) + h.index;
     return h;
 }
 
@@ -64,9 +60,9 @@ DEVICE float *final_score(const simulate_head *h, int64_t column) {
 }
 
 /* Records that a key is evicted after the token at position `after`. */
-DEVICE void record_eviction(const simulate_head *h, h2o_eviction evicted, int64_t after) {
-    const int64_t column = h->columns[evicted.position];
-    *final_score(h, column) = evicted.score;
+DEVICE void record_eviction(const simulate_head *h, int32_t position, float score, int64_t after) {
+    const int64_t column = h->columns[position];
+    *final_score(h, column) = score;
     *evicted_at(h, column) = h->columns[after] + 1;
 }
 
@@ -91,7 +87,6 @@ DEVICE void clear_head(const simulate_head *h) {
         h->store.norms[s] = 0.0f;
     }
     clear_slots(&h->store, 0, h->head.slots);
-    if (threadIdx.x == 0) *h->evicted_score = 0.0;
     sync_block();
 }
 
@@ -105,8 +100,6 @@ DEVICE void prune_prompt(const simulate_head *h, const simulate_layout *at, char
     item.tokens = h->dense;
     item.head = h->head;
     item.store = *store;
-    item.evicted_score = h->evicted_score;
-    item.free_slot = h->free_slot;
     item.rows_wait = true;
     item.buffer = buffer;
     lay_out_workspace(&item, &evict, workspace + at->evict, h->index);

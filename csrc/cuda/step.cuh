@@ -87,7 +87,6 @@ BOUNDED_KERNEL(h2o_cuda_step, h2o_step_params, STEP_THREADS, 3) {
     DYN_SHARED(shared);
     step_any(&params, workspace, shared, 0, true);
 }
-EXPORT_KERNEL(h2o_cuda_step, h2o_step_params)
 
 /* For rows that tensor cores can multiply; before 8.0 they cannot multiply bfloat16. */
 template <int DEPTH, h2o_dtype TYPE, bool BYTES>
@@ -106,8 +105,7 @@ DEVICE void step_matrices(const h2o_step_params *p, char *workspace, unsigned ch
     BOUNDED_KERNEL(h2o_cuda_step_##name##_##depth, h2o_step_params, STEP_THREADS, blocks) {        \
         DYN_SHARED(shared);                                                                        \
         step_matrices<depth, TYPE, bytes>(&params, workspace, shared);                             \
-    }                                                                                              \
-    EXPORT_KERNEL(h2o_cuda_step_##name##_##depth, h2o_step_params)
+    }
 
 DEFINE_STEP(f16, H2O_F16, 64, false, 3)
 DEFINE_STEP(f16, H2O_F16, 128, false, 3)

@@ -197,13 +197,23 @@ DEVICE h2o_candidate step_scores(const step_item *item, const h2o_ranking *ranki
     return block_candidate<THREADS>(worst, warps);
 }
 
-/* Empties the slot if the head exceeds its budget, and makes it the free one. Returns the evicted
- * key; position -1 if there is none. */
-DEVICE h2o_eviction step_evict(const step_item *item, const h2o_ranking *ranking, int64_t slot) {
+/* An evicted key; position -1 means that none was evicted. */
+typedef struct {
+    int32_t position;
+    float score;
+} step_eviction;
+
+/* Whether the head exceeds its budget. */
+DEVICE bool evicts_key(const step_item *item, const h2o_ranking *ranking) {
+    return item->head.held >= ranking->budget;
+}
+
+/* Empties the slot if the head exceeds its budget. */
+DEVICE step_eviction step_evict(const step_item *item, const h2o_ranking *ranking, int64_t slot) {
     const slot_store *const store = &item->store;
-    const bool evicts = item->head.held >= ranking->budget;
-    h2o_eviction eviction = {-1, 0.0f};
-    if (evicts) eviction = h2o_eviction{store->positions[slot], store->scores[slot]};
+    const bool evicts = evicts_key(item, ranking);
+    step_eviction eviction = {-1, 0.0f};
+    if (evicts) eviction = step_eviction{store->positions[slot], store->scores[slot]};
     TAKEN(step_evicts_none, !evicts);
     const int32_t rank = evicts && item->ranks ? item->ranks[slot] : 0;
     sync_block(); /* all threads have read what is changed below */
@@ -212,14 +222,10 @@ DEVICE h2o_eviction step_evict(const step_item *item, const h2o_ranking *ranking
         TAKEN(step_lowers_ranks, s != slot && item->ranks[s] > rank);
         if (s != slot && item->ranks[s] > rank) item->ranks[s]--;
     }
-    if (threadIdx.x == 0) {
-        if (evicts) {
-            *item->evicted_score += (double)eviction.score;
-            store->scores[slot] = 0.0f;
-            store->positions[slot] = -1;
-            if (item->ranks) item->ranks[slot] = -1;
-        }
-        *item->free_slot = (int32_t)(evicts ? slot : item->slots);
+    if (threadIdx.x == 0 && evicts) {
+        store->scores[slot] = 0.0f;
+        store->positions[slot] = -1;
+        if (item->ranks) item->ranks[slot] = -1;
     }
     return eviction;
 }
@@ -247,7 +253,11 @@ template <typename OPEN> DEVICE void step_finish(OPEN open, float *shared, char 
     }
     const step_item item = open();
     const h2o_ranking ranking = ranking_of(&item);
-    step_evict(&item, &ranking, worst.index);
+    const step_eviction evicted = step_evict(&item, &ranking, worst.index);
+    const bool evicts = evicts_key(&item, &ranking);
+    if (threadIdx.x != 0) return;
+    if (evicts) *item.evicted_score += (double)evicted.score;
+    *item.free_slot = (int32_t)(evicts ? worst.index : item.slots);
 }
 
 #endif

@@ -97,7 +97,6 @@ KERNEL(probe_warp, probe_params) {
     for (unsigned warp = 0; warp <= i / 32; warp++) sync_warp(); /* calls differ by warp */
     params.out[i] = right;
 }
-EXPORT_KERNEL(probe_warp, probe_params)
 
 /* Shared memory: 33 bytes of 0xff. Barriers have a predicate. */
 KERNEL(probe_block, probe_params) {
@@ -113,7 +112,6 @@ KERNEL(probe_block, probe_params) {
     const unsigned block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
     params.out[block * threads + i] += right;
 }
-EXPORT_KERNEL(probe_block, probe_params)
 
 KERNEL(probe_vectors, probe_params) {
     DYN_SHARED(shared);
@@ -123,7 +121,6 @@ KERNEL(probe_vectors, probe_params) {
     const vec16 x = load16(shared + 16 * (blockDim.x - 1 - i));
     for (int w = 0; w < 4; w++) params.out[4 * i + w] = x.w[w];
 }
-EXPORT_KERNEL(probe_vectors, probe_params)
 
 /* Shared memory: two 16 x 16 matrices, with elements and products that both formats hold
  * exactly. */
@@ -180,7 +177,6 @@ KERNEL(probe_matrices, probe_params) {
     right &= multiplies(a, b, f16_from_float, float_from_f16, f16);
     params.out[threadIdx.x] = right;
 }
-EXPORT_KERNEL(probe_matrices, probe_params)
 
 /* Shared memory: for each thread the targets of a copy of 16 bytes and of a copy of 4 bytes, which
  * other threads read after a barrier. The last batch need not have arrived. The seed determines
@@ -203,7 +199,6 @@ KERNEL(probe_copies, probe_params) {
     params.out[i] = right;
     params.out[threads + i] = late;
 }
-EXPORT_KERNEL(probe_copies, probe_params)
 
 /* Exactly one block finishes last, and its threads see what all blocks have written. */
 KERNEL(probe_last, probe_params) {
@@ -216,14 +211,12 @@ KERNEL(probe_last, probe_params) {
         params.out[i] += written[b * threads + other] == b + other;
     }
 }
-EXPORT_KERNEL(probe_last, probe_params)
 
 /* Records the order in which threads and blocks run. */
 KERNEL(probe_order, probe_params) {
     sync_block();
     params.out[count_release(params.counter)] = blockIdx.x * blockDim.x + threadIdx.x;
 }
-EXPORT_KERNEL(probe_order, probe_params)
 
 /* Each thread has a deep stack of its own. */
 KERNEL(probe_stack, probe_params) {
@@ -234,7 +227,6 @@ KERNEL(probe_stack, probe_params) {
     for (unsigned i = 0; i < 4096; i++) right &= frame[i] == (i ^ threadIdx.x);
     params.out[threadIdx.x] = right;
 }
-EXPORT_KERNEL(probe_stack, probe_params)
 
 /* Whether all numbers are x. */
 static bool all_are(const std::vector<uint32_t> &out, uint32_t x) {
@@ -430,7 +422,6 @@ DEVICE void go_wrong(const probe_params *p, unsigned i) {
 }
 
 KERNEL(probe_error, probe_params) { go_wrong(&params, threadIdx.x); }
-EXPORT_KERNEL(probe_error, probe_params)
 
 static bool error_has(const char *text) { return strstr(shim_error(), text) != nullptr; }
 
