@@ -34,7 +34,6 @@ typedef struct {
     slot_rows keys, values;
     float *scores, *norms; /* [S]; norms may be NULL */
     int32_t *positions;    /* [S] */
-    int64_t slots;         /* S */
 } slot_store;
 
 /* Whether the keys serve as values. */
@@ -60,7 +59,6 @@ H2O_INLINE slot_store open_store(const h2o_slots *slots, const h2o_head *head, i
         .scores = (float *)h2o_at(&slots->scores, row, head->offset, 0),
         .norms = norms ? (float *)h2o_at(&slots->norms, row, head->offset, 0) : NULL,
         .positions = (int32_t *)h2o_at(&slots->positions, row, head->offset, 0),
-        .slots = head->slots,
     };
     return store;
 }

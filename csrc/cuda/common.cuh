@@ -151,23 +151,17 @@ DEVICE uint32_t pack_bf16(float low, float high) {
 
 /* Loads four 8 x 8 matrices of 16-bit elements from shared memory. Lane i passes row i % 8 of
  * matrix i / 8, and gets elements 2 (i % 4) and the next of row i / 4 of each matrix. The row's
- * address is (row ^ flip) + past, in bytes. */
-DEVICE void load_matrices(uint32_t r[4], const void *row, uint32_t flip = 0, uint32_t past = 0) {
-    const uint32_t at = ((uint32_t)__cvta_generic_to_shared(row) ^ flip) + past;
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(at)
-                 : "memory");
-}
-
-/* The same with each matrix transposed. */
-DEVICE void load_transposed(uint32_t r[4], const void *row, uint32_t flip = 0, uint32_t past = 0) {
-    const uint32_t at = ((uint32_t)__cvta_generic_to_shared(row) ^ flip) + past;
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(at)
-                 : "memory");
-}
+ * address is (row ^ flip) + past, in bytes. load_transposed transposes each matrix. */
+#define DEFINE_LOAD(name, form)                                                                    \
+    DEVICE void name(uint32_t r[4], const void *row, uint32_t flip = 0, uint32_t past = 0) {       \
+        const uint32_t at = ((uint32_t)__cvta_generic_to_shared(row) ^ flip) + past;               \
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4" form ".shared.b16 {%0, %1, %2, %3}, [%4];"    \
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])                              \
+                     : "r"(at)                                                                     \
+                     : "memory");                                                                  \
+    }
+DEFINE_LOAD(load_matrices, "")
+DEFINE_LOAD(load_transposed, ".trans")
 
 /* c [16][8] += a [16][8] b [8][8], in the layout of PTX's mma.m16n8k8 over a warp. */
 DEVICE void multiply_half_f16(float c[4], const uint32_t a[2], uint32_t b) {
@@ -179,19 +173,15 @@ DEVICE void multiply_half_f16(float c[4], const uint32_t a[2], uint32_t b) {
 
 #if CAPABILITY >= 80
 /* c [16][8] += a [16][16] b [16][8], in the layout of PTX's mma.m16n8k16 over a warp. */
-DEVICE void multiply_bf16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
-DEVICE void multiply_f16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
+#define DEFINE_PRODUCT(type)                                                                       \
+    DEVICE void multiply_##type(float c[4], const uint32_t a[4], const uint32_t b[2]) {            \
+        asm("mma.sync.aligned.m16n8k16.row.col.f32." #type "." #type ".f32 "                       \
+            "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                      \
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                       \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                   \
+    }
+DEFINE_PRODUCT(f16)
+DEFINE_PRODUCT(bf16)
 
 /* Asynchronous copies from global to shared memory of BYTES = 4 or 16 bytes, aligned to BYTES.
  * close_copies ends a batch; wait_copies waits for all of the thread's batches but the last OPEN.

@@ -74,7 +74,7 @@ DEVICE evict_item open_evict(const h2o_evict_params *p, char *workspace, int64_t
     evict_item item = open_rows(p, workspace, b, g);
     item.tokens = p->dims.Q;
     item.length = read_length(&p->slots.seen_tokens, item.head.row, p->dims.Q);
-    read_head(&p->slots, g, &p->policy, item.length, &item.head);
+    read_budget(&p->slots.budget, item.head.row, g, &p->policy, &item.head);
     item.rows_wait = cuda_move_blocks(p) > 0;
     item.buffer = buffer;
     return item;

@@ -47,7 +47,6 @@ DEVICE simulate_head open_head(const h2o_simulate_params *p, const simulate_layo
     store->scores = (float *)(workspace + at->scores) + first;
     store->positions = (int32_t *)(workspace + at->positions) + first;
     if (p->policy.value_weighted) store->norms = (float *)(workspace + at->norms) + first;
-    store->slots = h.head.slots;
     return h;
 }
 

@@ -57,8 +57,8 @@ DEVICE step_item open_step(const h2o_step_params *p, char *workspace, int64_t b,
     item.head = read_extent(&p->slots, b, g);
     const int64_t row = item.head.row;
     item.length = read_length(&p->slots.seen_tokens, row, 1);
-    read_head(&p->slots, g, &p->policy, item.length, &item.head);
-    item.head.held = lower(item.head.held, item.head.slots - 1);
+    read_budget(&p->slots.budget, row, g, &p->policy, &item.head);
+    item.head.held = lower(h2o_policy_held(item.head.budget, item.length), item.head.slots - 1);
     if (h2o_given(&p->rotary.table)) {
         item.rotary = &p->rotary;
         item.ranks = (int32_t *)h2o_at(&p->rotary.ranks, row, item.head.offset, 0);
