@@ -13,8 +13,6 @@ static inline row_ref stored_row(const slot_rows *rows, int64_t slot) {
     return (row_ref){slot_row(rows, slot), rows->type, 1};
 }
 
-static inline row_ref float_row(const float *x) { return (row_ref){(const char *)x, H2O_F32, 1}; }
-
 /* Copies a row to contiguous elements of the same type. */
 static inline void row_copy(char *to, row_ref from, int64_t D) {
     if (from.stride == 1) {

@@ -59,7 +59,7 @@ DEVICE void move_records(const evict_item *item, int64_t moves) {
         const int64_t i = item->sources[m], to = item->destinations[m];
         TAKEN(evict_moves_stored, !is_new(item, i));
         store->scores[to] = score_of(item, i);
-        store->positions[to] = position_of(item, i);
+        store->positions[to] = position_by(item, i, index_of(item, i));
         if (store->norms) store->norms[to] = norm_of_candidate(item, i);
     }
 }

@@ -103,10 +103,6 @@ DEVICE int32_t position_by(const evict_item *item, int64_t i, int32_t index) {
     return index + (is_new(item, i) ? (int32_t)item->length : 0);
 }
 
-DEVICE int32_t position_of(const evict_item *item, int64_t i) {
-    return position_by(item, i, index_of(item, i));
-}
-
 DEVICE float norm_of_candidate(const evict_item *item, int64_t i) {
     return *(is_new(item, i) ? item->norms + column_of(item, i) : item->store.norms + i);
 }

@@ -54,13 +54,6 @@ DEVICE step_softmax combine_parts(const step_item *item, float *shared) {
     return softmax;
 }
 
-/* Writes x as element d of head r of the group. */
-DEVICE void write_output(const step_item *item, int64_t r, int64_t d, float x) {
-    row_ref row = item->out;
-    row.data += r * item->out_stride;
-    set_element(row, d, x);
-}
-
 /* out [R, D] = sum of the parts' products with the values, rescaled. A thread reads OUTPUTS
  * elements of STEP_PARTS_READ parts at a time. Parts without slots are left out. */
 template <int OUTPUTS> DEVICE void step_outputs(const step_item *item, const float *factors) {
@@ -97,7 +90,10 @@ template <int OUTPUTS> DEVICE void step_outputs(const step_item *item, const flo
         }
         UNROLL
         for (int i = 0; i < OUTPUTS; i++) {
-            if (first + i * STEP_THREADS < size) write_output(item, r[i], at[i] - r[i] * D, sum[i]);
+            if (first + i * STEP_THREADS >= size) continue;
+            row_ref out = item->out;
+            out.data += r[i] * item->out_stride;
+            set_element(out, at[i] - r[i] * D, sum[i]);
         }
     }
 }

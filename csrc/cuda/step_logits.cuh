@@ -19,21 +19,8 @@
 DEVICE int team_of_thread(void) { return threadIdx.x / TEAM; }
 DEVICE int index_in_team(void) { return threadIdx.x % TEAM; }
 
-/* Adds the products of run x, from element d on, with COUNT vectors that are `pitch` floats
- * apart. */
-template <int COUNT>
-DEVICE void add_products(const float x[RUN], const float *vectors, int64_t pitch, int64_t d,
-                         float sum[COUNT]) {
-    UNROLL
-    for (int i = 0; i < COUNT; i++) {
-        const float *const v = vectors + i * pitch + d;
-        UNROLL
-        for (int j = 0; j < RUN; j++) sum[i] = fmaf(x[j], v[j], sum[i]);
-    }
-}
-
-/* The dot products of N rows with COUNT vectors, the same in all threads of a team. load(d, x) must
- * read elements d..d+RUN-1 of each row. All threads of a warp must take part. */
+/* The dot products of N rows with COUNT vectors, `pitch` floats apart, the same in all threads of a
+ * team. load(d, x) must read elements d..d+RUN-1 of each row. All threads of a warp must take part. */
 template <int N, int COUNT, typename LOAD>
 DEVICE void row_dots(int64_t D, const float *vectors, int64_t pitch, LOAD load,
                      float (*sum)[COUNT]) {
@@ -43,7 +30,12 @@ DEVICE void row_dots(int64_t D, const float *vectors, int64_t pitch, LOAD load,
         float x[N][RUN];
         load(d, x);
         UNROLL
-        for (int i = 0; i < N; i++) add_products<COUNT>(x[i], vectors, pitch, d, sum[i]);
+        for (int i = 0; i < N * COUNT; i++) {
+            const float *const v = vectors + i % COUNT * pitch + d;
+            float *const to = &sum[i / COUNT][i % COUNT];
+            UNROLL
+            for (int j = 0; j < RUN; j++) *to = fmaf(x[i / COUNT][j], v[j], *to);
+        }
     }
     UNROLL
     for (int i = 0; i < N * COUNT; i++) {

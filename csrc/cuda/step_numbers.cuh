@@ -120,14 +120,14 @@ template <int DEPTH, h2o_dtype TYPE> struct q8_keys {
     }
 };
 
-/* A lane's values are 8 bytes of each 64. */
+/* A lane's values are RUN adjacent ones of each 64. */
 template <int DEPTH, h2o_dtype TYPE> struct q8_values {
     enum { APART = 1 };
     q8_bytes<DEPTH, RUN> bytes[4];
     q8_lateness late[2];
     uint32_t scales[2]; /* float16: scales of two slots each */
 
-    DEVICE_METHOD static int output_of(int i) { return run_output(i); }
+    DEVICE_METHOD static int output_of(int i) { return i / 4 * 64 + lane_row() * RUN + i % 4 * 2; }
 
     DEVICE_METHOD void load(const step_item *item, int first, int end) {
         const tile_rows rows = values_of_tile(item, first, end);

@@ -23,10 +23,6 @@ typedef struct {
 
 static_assert(sizeof(window_buffer) <= WINDOW_KEPT);
 
-DEVICE softmax_part *softmax_of(window_buffer *buffer) {
-    return (softmax_part *)((char *)buffer + WINDOW_KEPT);
-}
-
 /* Copies the state of the cells to shared memory if that has room. Returns where a row of logits
  * fits after it, or NULL. */
 DEVICE float *cache_cells(text_window *w, window_buffer *buffer) {
@@ -198,7 +194,7 @@ DEVICE void window_row(const text_window *w, step_item *item, h2o_ranking *ranki
                        window_buffer *buffer) {
     const int64_t position = w->first + i;
     float *const x = w->logits + i * item->R * w->ld;
-    softmax_part *const softmax = softmax_of(buffer);
+    softmax_part *const softmax = (softmax_part *)((char *)buffer + WINDOW_KEPT);
     row_softmax(w, i, x, softmax);
     h2o_policy_advance(ranking, item->head.recent, position + 1);
     item->head.held = h2o_policy_held(item->head.budget, position);
