@@ -64,18 +64,6 @@ DEVICE void load_rotated(const ROW &row, const h2o_rotary *rotary, int64_t rank,
     }
 }
 
-struct stored_elements {
-    const char *data;
-    h2o_dtype type;
-    int64_t D;
-    DEVICE_METHOD float operator()(int64_t d) const { return stored_element(data, type, d, D); }
-};
-
-struct strided_elements {
-    row_ref row;
-    DEVICE_METHOD float operator()(int64_t d) const { return element_of(row, d); }
-};
-
 /* ---- Queries and logits -------------------------------------------------- */
 
 /* Loads STEP_HEADS query heads from r of the group on as floats; 0 past the last head. */
@@ -88,7 +76,8 @@ DEVICE void load_queries(const step_item *item, int64_t r, float *query) {
         row.data += (head < item->R ? head : r) * item->query_stride;
         float x[RUN];
         if (item->rotary) {
-            load_rotated(strided_elements{row}, item->rotary, item->head.held, d, item->D, x);
+            const auto element = [=](int64_t e) { return element_of(row, e); };
+            load_rotated(element, item->rotary, item->head.held, d, item->D, x);
         } else {
             load_strided(row, d, item->D, x);
         }
@@ -151,7 +140,8 @@ DEVICE void part_logits(const step_item *item, int64_t r, int64_t begin, int64_t
     }
     const int64_t P = item->rotary->table.shape[0];
     logits_by<1>(item, r, begin, end, [&](const int64_t *slot, float (*sum)[STEP_HEADS]) {
-        const stored_elements key = {slot_row(keys, *slot), keys->type, item->D};
+        const char *const row = slot_row(keys, *slot);
+        const auto key = [=](int64_t e) { return stored_element(row, keys->type, e, item->D); };
         const int64_t stored = item->ranks[*slot], rank = stored >= 0 && stored < P ? stored : 0;
         const auto load = [&](int64_t d, float (*x)[RUN]) {
             load_rotated(key, item->rotary, rank, d, item->D, *x);
