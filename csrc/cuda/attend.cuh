@@ -22,9 +22,8 @@
 
 /* Grid: B. */
 KERNEL(h2o_cuda_prepare, h2o_attend_params) {
-    DYN_SHARED(shared);
     prepare_row(&params.mask, &params.dims, params.policy.decay, blockIdx.x, params.dims.Q,
-                cuda_attend_slots(&params), workspace, (select_buffer *)shared);
+                cuda_attend_slots(&params), workspace, (select_buffer *)dynamic_shared);
 }
 
 /* Grid: tiles of tokens, H, B. flash attention gives +infinity for a query whose softmax is NaN. */
@@ -43,12 +42,10 @@ KERNEL(h2o_cuda_known, h2o_attend_params) {
 /* For any floats, and any rows of slots. */
 #define DEFINE_ATTEND(depth)                                                                       \
     KERNEL(h2o_cuda_forward_##depth, h2o_attend_params) {                                          \
-        DYN_SHARED(shared);                                                                        \
-        forward_block<depth>(&params, workspace, shared);                                          \
+        forward_block<depth>(&params, workspace, dynamic_shared);                                  \
     }                                                                                              \
     KERNEL(h2o_cuda_sums_##depth, h2o_attend_params) {                                             \
-        DYN_SHARED(shared);                                                                        \
-        sums_block<depth>(&params, workspace, shared);                                             \
+        sums_block<depth>(&params, workspace, dynamic_shared);                                     \
     }
 
 DEFINE_ATTEND(64)
@@ -64,13 +61,11 @@ DEFINE_ATTEND(256)
 #define DEFINE_MATRIX(type, TYPE, depth, forward_blocks, sums_blocks)                              \
     BOUNDED_KERNEL(h2o_cuda_forward_##type##_##depth, h2o_attend_params, ATTEND_THREADS,           \
                    forward_blocks) {                                                               \
-        DYN_SHARED(shared);                                                                        \
-        matrix_forward<depth, TYPE>(&params, workspace, shared);                                   \
+        matrix_forward<depth, TYPE>(&params, workspace, dynamic_shared);                           \
     }                                                                                              \
     BOUNDED_KERNEL(h2o_cuda_sums_##type##_##depth, h2o_attend_params, ATTEND_THREADS,              \
                    sums_blocks) {                                                                  \
-        DYN_SHARED(shared);                                                                        \
-        matrix_sums_block<depth, TYPE>(&params, workspace, shared);                                \
+        matrix_sums_block<depth, TYPE>(&params, workspace, dynamic_shared);                        \
     }
 
 DEFINE_MATRIX(f16, H2O_F16, 64, FORWARD_64, SUMS_64)

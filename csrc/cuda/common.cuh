@@ -52,7 +52,6 @@ DEVICE uint16_t f16_from_float(float x) {
 #define TAKEN(branch, condition) /* tests count how often the condition holds; see shim.h */
 
 extern __shared__ __align__(1024) unsigned char dynamic_shared[];
-#define DYN_SHARED(p) unsigned char *const p = dynamic_shared
 
 DEVICE void check_alignment(const void *p) { (void)p; } /* the device itself faults */
 

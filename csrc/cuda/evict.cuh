@@ -130,10 +130,9 @@ DEVICE evict_result evict_head(const evict_item *item) {
 
 /* Grid: G, B. */
 KERNEL(h2o_cuda_evict, h2o_evict_params) {
-    DYN_SHARED(shared);
     const h2o_evict_params *const p = &params;
     const int64_t g = blockIdx.x, b = blockIdx.y;
-    const evict_item item = open_evict(p, workspace, b, g, (select_buffer *)shared);
+    const evict_item item = open_evict(p, workspace, b, g, (select_buffer *)dynamic_shared);
     const evict_result evicted = evict_head(&item);
     const int64_t row = item.head.row;
     if (evicted.tokens == 0) { /* the same for all heads of a row */

@@ -84,8 +84,7 @@ DEVICE void step_any(const h2o_step_params *p, char *workspace, unsigned char *s
 }
 
 BOUNDED_KERNEL(h2o_cuda_step, h2o_step_params, STEP_THREADS, 3) {
-    DYN_SHARED(shared);
-    step_any(&params, workspace, shared, 0, true);
+    step_any(&params, workspace, dynamic_shared, 0, true);
 }
 
 /* For rows that tensor cores can multiply; before 8.0 they cannot multiply bfloat16. */
@@ -103,8 +102,7 @@ DEVICE void step_matrices(const h2o_step_params *p, char *workspace, unsigned ch
 
 #define DEFINE_STEP(name, TYPE, depth, bytes, blocks)                                              \
     BOUNDED_KERNEL(h2o_cuda_step_##name##_##depth, h2o_step_params, STEP_THREADS, blocks) {        \
-        DYN_SHARED(shared);                                                                        \
-        step_matrices<depth, TYPE, bytes>(&params, workspace, shared);                             \
+        step_matrices<depth, TYPE, bytes>(&params, workspace, dynamic_shared);                     \
     }
 
 DEFINE_STEP(f16, H2O_F16, 64, false, 3)

@@ -61,7 +61,7 @@ DEVICE float warp_total(float x) {
 
 /* Shared memory: one float per element of a row, no more. */
 KERNEL(sample_softmax, sample_params) {
-    DYN_SHARED(shared);
+    unsigned char *const shared = dynamic_shared;
     const int i = threadIdx.x;
     float *const row = (float *)shared;
     const int past = params.with == SHARED_PAST_END ? 1 : 0;
@@ -94,7 +94,7 @@ static void expect_softmax(const sample_params *p, float *out, float *) {
 /* ---- Reverse order of a warp's elements ---------------------------------- */
 
 KERNEL(sample_reverse, sample_params) {
-    DYN_SHARED(shared);
+    unsigned char *const shared = dynamic_shared;
     const int i = threadIdx.x, first = i / 32 * 32;
     float *const elements = (float *)shared;
     elements[i] = params.in[i];
@@ -115,7 +115,7 @@ static void expect_reverse(const sample_params *p, float *out, float *) {
 DEVICE int bin_of(float x) { return (int)fminf(fabsf(x) * 4.0f, (float)(BINS - 1)); }
 
 KERNEL(sample_histogram, sample_params) {
-    DYN_SHARED(shared);
+    unsigned char *const shared = dynamic_shared;
     const int i = threadIdx.x;
     uint32_t *const bins = (uint32_t *)shared;
     if (i < BINS && params.with != NOT_ZEROED) bins[i] = 0;
@@ -254,7 +254,7 @@ DEVICE void fetch_tile(const sample_params *p, int tile, float (*stages)[THREADS
 
 /* Each thread sums elements that other threads have copied. */
 KERNEL(sample_stream, sample_params) {
-    DYN_SHARED(shared);
+    unsigned char *const shared = dynamic_shared;
     const int i = threadIdx.x;
     float (*const stages)[THREADS] = (float (*)[THREADS])shared;
     float sum = 0.0f;

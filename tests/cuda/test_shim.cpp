@@ -100,7 +100,7 @@ KERNEL(probe_warp, probe_params) {
 
 /* Shared memory: 33 bytes of 0xff. Barriers have a predicate. */
 KERNEL(probe_block, probe_params) {
-    DYN_SHARED(shared);
+    unsigned char *const shared = dynamic_shared;
     const unsigned i = threadIdx.x, threads = blockDim.x;
     bool right = (uintptr_t)shared % 16 == 0;
     if (params.what == 0 && i < 33) right &= shared[i] == 0xff;
@@ -114,7 +114,7 @@ KERNEL(probe_block, probe_params) {
 }
 
 KERNEL(probe_vectors, probe_params) {
-    DYN_SHARED(shared);
+    unsigned char *const shared = dynamic_shared;
     const unsigned i = threadIdx.x;
     store16(shared + 16 * i, load16(params.bytes + 16 * i));
     sync_block();
@@ -162,7 +162,7 @@ DEVICE bool multiplies(uint16_t *a, uint16_t *b, uint16_t (*narrow)(float), WIDE
 }
 
 KERNEL(probe_matrices, probe_params) {
-    DYN_SHARED(shared);
+    unsigned char *const shared = dynamic_shared;
     uint16_t *const a = (uint16_t *)shared, *const b = a + 256;
     const auto bf16 = [](float *c, const uint32_t *l, const uint32_t *r) {
         multiply_bf16(c, l, r);
@@ -182,7 +182,7 @@ KERNEL(probe_matrices, probe_params) {
  * other threads read after a barrier. The last batch need not have arrived. The seed determines
  * which copies have. */
 KERNEL(probe_copies, probe_params) {
-    DYN_SHARED(shared);
+    unsigned char *const shared = dynamic_shared;
     const unsigned i = threadIdx.x, threads = blockDim.x, other = threads - 1 - i;
     uint32_t *const words = (uint32_t *)(shared + 16 * threads);
     copy_async<16>(shared + 16 * i, params.bytes + 16 * other);

@@ -104,7 +104,7 @@ extern "C" __attribute__((const)) unsigned shim_thread_index(void); /* constant 
 #define blockIdx (shim_block_index())
 #define blockDim (shim_block_size())
 #define gridDim (shim_grid_size())
-#define DYN_SHARED(p) unsigned char *const p = shim_shared()
+#define dynamic_shared shim_shared()
 
 enum shim_operation {
     SHIM_SYNC,
