@@ -49,7 +49,7 @@ enum {
     CUDA_WIDE = STEP_THREADS * RUN, /* largest row, in elements, for a step and for pruning */
     STEP_FLOATS = STEP_THREADS * STEP_HEADS * RUN, /* shared: queries, partial sums, factors */
     STEP_KEPT = 1024, /* bytes for reductions, and for what a block keeps to the end of a step */
-    SELECT_SHARED = 4096, /* bytes of select_buffer, and a few more */
+    SELECT_SHARED = 4096, /* bytes for a select_buffer */
 };
 
 H2O_INLINE int64_t cuda_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }

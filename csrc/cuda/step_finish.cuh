@@ -204,7 +204,7 @@ DEVICE bool evicts_key(const step_item *item, const h2o_ranking *ranking) {
     return item->head.held >= ranking->budget;
 }
 
-/* Empties the slot if the head exceeds its budget. */
+/* Empties the slot if the head exceeds its budget. Returns the evicted key. */
 DEVICE step_eviction step_evict(const step_item *item, const h2o_ranking *ranking, int64_t slot) {
     const slot_store *const store = &item->store;
     const bool evicts = evicts_key(item, ranking);
