@@ -45,7 +45,8 @@ static void list_choices(const char *const *choices, char text[200]) {
     }
 }
 
-int h2o_parse_choice(const char *name, PyObject *object, const char *const *choices, int *index) {
+static int parse_choice(const char *name, PyObject *object, const char *const *choices,
+                        int *index) {
     const bool text = PyUnicode_Check(object);
     for (int i = 0; text && choices[i] != NULL; i++) {
         if (PyUnicode_CompareWithASCIIString(object, choices[i]) == 0) {
@@ -75,7 +76,7 @@ static int parse_field(const h2o_policy_field *field, PyObject *object, h2o_poli
         *(bool *)at = answer > 0;
         return answer < 0 ? -1 : 0;
     case H2O_FIELD_CHOICE:
-        if (h2o_parse_choice(field->name, object, field->choices, &answer) < 0) return -1;
+        if (parse_choice(field->name, object, field->choices, &answer) < 0) return -1;
         *(h2o_score_by *)at = (h2o_score_by)answer;
         return 0;
     }
@@ -98,23 +99,34 @@ static int parse_policy(PyObject *tuple, h2o_policy *policy) {
 
 /* ---- Operands ---------------------------------------------------------- */
 
-static int parse_slots(const h2o_operand *operand, PyObject *object, void *params) {
+/* Notes the fields that the operation uses. The tuple keeps their tensors alive. */
+static int parse_slots(const h2o_operand *operand, PyObject *object, void *params,
+                       h2o_borrowed *borrowed) {
+    h2o_slots *const slots = h2o_operand_at(params, operand);
     const bool optional = operand->flags & H2O_OPTIONAL;
     if (optional) *(bool *)((char *)params + operand->present) = object != Py_None;
     if (optional && object == Py_None) return 0;
-    return require_record("slots", "h2o.ops.Slots", object, H2O_SLOTS_COUNT);
+    if (require_record("slots", "h2o.ops.Slots", object, H2O_SLOTS_COUNT) < 0) return -1;
+    for (int i = 0; i < H2O_SLOTS_COUNT; i++) {
+        const h2o_operand *const field = &h2o_slots_fields[i];
+        if (operand->flags & H2O_ATTENDED & ~field->flags) continue;
+        h2o_note(borrowed, field->name, PyTuple_GetItem(object, i), h2o_operand_at(slots, field));
+    }
+    return 0;
 }
 
-int h2o_parse_operands(const h2o_operation_row *row, PyObject *const *operands, void *params) {
+int h2o_parse_operands(const h2o_operation_row *row, PyObject *const *operands, void *params,
+                       h2o_borrowed *borrowed) {
     int status = 0;
     for (int i = 0; i < row->operand_count && status == 0; i++) {
         const h2o_operand *const operand = &row->operands[i];
         void *const at = h2o_operand_at(params, operand);
         switch (operand->kind) {
         case H2O_OPERAND_TENSOR:
+            h2o_note(borrowed, operand->name, operands[i], at);
             break;
         case H2O_OPERAND_SLOTS:
-            status = parse_slots(operand, operands[i], params);
+            status = parse_slots(operand, operands[i], params, borrowed);
             break;
         case H2O_OPERAND_POLICY:
             status = parse_policy(operands[i], at);
@@ -125,27 +137,4 @@ int h2o_parse_operands(const h2o_operation_row *row, PyObject *const *operands, 
         }
     }
     return status;
-}
-
-/* Notes the fields that the operation uses. The tuple keeps their tensors alive. */
-static void note_slots(const h2o_operand *operand, PyObject *tuple, h2o_slots *slots,
-                       h2o_borrowed *borrowed) {
-    for (int i = 0; i < H2O_SLOTS_COUNT; i++) {
-        const h2o_operand *const field = &h2o_slots_fields[i];
-        if (operand->flags & H2O_ATTENDED & ~field->flags) continue;
-        h2o_note(borrowed, field->name, PyTuple_GetItem(tuple, i), h2o_operand_at(slots, field));
-    }
-}
-
-void h2o_note_operands(const h2o_operation_row *row, PyObject *const *operands, void *params,
-                       h2o_borrowed *borrowed) {
-    for (int i = 0; i < row->operand_count; i++) {
-        const h2o_operand *const operand = &row->operands[i];
-        void *const at = h2o_operand_at(params, operand);
-        if (operand->kind == H2O_OPERAND_TENSOR) {
-            h2o_note(borrowed, operand->name, operands[i], at);
-        } else if (operand->kind == H2O_OPERAND_SLOTS && operands[i] != Py_None) {
-            note_slots(operand, operands[i], at, borrowed);
-        }
-    }
 }

@@ -440,28 +440,20 @@ int h2o_check_needed(const h2o_slots *slots, const h2o_policy *policy, h2o_error
 
 /* ---- Operands ---------------------------------------------------------- */
 
-/* The layout of a call's slots. */
-typedef struct {
-    bool uneven;   /* heads have different numbers of slots: starts is given */
-    bool numbered; /* the batch uses some of the rows: rows is given */
-} layout;
-
-static layout layout_of(const h2o_slots *slots) {
-    return (layout){h2o_given(&slots->starts), h2o_given(&slots->rows)};
-}
-
-/* The rule of a tensor, with its letters as they are in this call. */
-static rule rule_of(const h2o_operand *operand, h2o_view *view, unsigned flags, layout slots) {
+/* The rule of a tensor, with its letters as they are in this call. slots: NULL if none are given. */
+static rule rule_of(const h2o_operand *operand, h2o_view *view, unsigned flags,
+                    const h2o_slots *slots) {
     rule rule = {.view = view, .dtype = operand->dtype, .flags = flags};
-    const bool joined = operand->flags & H2O_PER_SLOT && slots.uneven;
+    const bool uneven = slots != NULL && h2o_given(&slots->starts);
+    const bool numbered = slots != NULL && h2o_given(&slots->rows);
+    const bool joined = operand->flags & H2O_PER_SLOT && uneven;
     const bool alike = operand->flags & H2O_PER_HEAD && view->ndim != 3;
     const bool all_rows = operand->flags & H2O_PER_ROW && view->ndim != 2;
     int count = 0;
     for (const char *at = operand->letters; *at != '\0'; at++) {
         if (*at == 'G' && (joined || alike)) continue;
         if (*at == 'Z' && all_rows) continue;
-        const bool same = *at == 'Z' && !slots.numbered;
-        rule.letters[count++] = same ? 'B' : *at == 'S' && joined ? 'T' : *at;
+        rule.letters[count++] = *at == 'Z' && !numbered ? 'B' : *at == 'S' && joined ? 'T' : *at;
     }
     return rule;
 }
@@ -484,7 +476,7 @@ static int add_slots(const h2o_operand *operand, h2o_slots *slots, rule *rules) 
         const h2o_operand *const field = &h2o_slots_fields[i];
         h2o_view *const view = h2o_operand_at(slots, field);
         if (operand->flags & H2O_ATTENDED & ~field->flags) continue;
-        rules[count++] = rule_of(field, view, flags_of(operand, field), layout_of(slots));
+        rules[count++] = rule_of(field, view, flags_of(operand, field), slots);
     }
     return count;
 }
@@ -493,7 +485,7 @@ int h2o_check_operands(const h2o_operation_row *row, void *params, h2o_error *er
     h2o_dims *const dims = (h2o_dims *)(void *)((char *)params + row->dims);
     rule rules[H2O_MOST_TENSORS];
     int count = 0, status = H2O_OK;
-    layout slots = {false, false};
+    const h2o_slots *slots = NULL;
     *dims = (h2o_dims){0};
     for (int i = 0; i < row->operand_count && status == H2O_OK; i++) {
         const h2o_operand *const operand = &row->operands[i];
@@ -504,7 +496,7 @@ int h2o_check_operands(const h2o_operation_row *row, void *params, h2o_error *er
         }
         if (operand->kind == H2O_OPERAND_SLOTS && is_present(operand, params)) {
             count += add_slots(operand, at, rules + count);
-            slots = layout_of(at);
+            slots = at;
         }
     }
     return status != H2O_OK ? status : check_tensors(rules, count, dims, error);

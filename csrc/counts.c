@@ -14,17 +14,6 @@
 #include <stdio.h>
 #include <string.h>
 
-/* ---- Reading ----------------------------------------------------------- */
-
-/* Like h2o_load_i32. */
-static int64_t i64_at(const h2o_view *view, int64_t i) {
-    return __atomic_load_n((const int64_t *)h2o_at(view, i, 0, 0), __ATOMIC_RELAXED);
-}
-
-static bool is_token(const h2o_view *mask, int64_t b, int64_t q) {
-    return __atomic_load_n((const uint8_t *)h2o_at(mask, b, q, 0), __ATOMIC_RELAXED) != 0;
-}
-
 /* ---- Memory ------------------------------------------------------------ */
 
 static size_t rows_bytes(const h2o_dims *dims) { return 2 * (size_t)dims->B * sizeof(h2o_row); }
@@ -57,9 +46,8 @@ h2o_counts_memory h2o_count_tokens(void *memory, const h2o_dims *dims, const h2o
             int32_t *const columns = counted.columns + b * dims->Q;
             row->tokens = 0;
             for (int64_t q = 0; q < dims->Q; q++) {
-                if (is_token(mask, b, q)) {
-                    columns[row->tokens++] = (int32_t)q;
-                }
+                const uint8_t *const token = h2o_at(mask, b, q, 0);
+                if (__atomic_load_n(token, __ATOMIC_RELAXED)) columns[row->tokens++] = (int32_t)q;
             }
             row->columns = columns;
         }
@@ -164,7 +152,7 @@ int h2o_count_slots(const h2o_slots *slots, h2o_dims *dims, const h2o_counts_mem
 }
 
 static int count_length(const h2o_view *lengths, int64_t b, h2o_row *row, h2o_error *error) {
-    row->length = i64_at(lengths, b);
+    row->length = __atomic_load_n((const int64_t *)h2o_at(lengths, b, 0, 0), __ATOMIC_RELAXED);
     if (row->length < 0 || row->length > INT32_MAX - row->tokens) {
         return h2o_fail(error, H2O_EVALUE,
                         "%s[%" PRId64 "]: is %" PRId64 ", wanted 0..%d minus the new tokens",

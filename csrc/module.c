@@ -14,21 +14,10 @@
 #include "run.h"
 
 static int raise_error(const h2o_error *error) {
-    PyObject *type = PyExc_RuntimeError;
-    switch (error->status) {
-    case H2O_EVALUE:
-        type = PyExc_ValueError;
-        break;
-    case H2O_ETYPE:
-        type = PyExc_TypeError;
-        break;
-    case H2O_EMEMORY:
-        type = PyExc_MemoryError;
-        break;
-    case H2O_EBACKEND:
-    case H2O_OK:
-        break;
-    }
+    PyObject *const type = error->status == H2O_EVALUE    ? PyExc_ValueError
+                           : error->status == H2O_ETYPE   ? PyExc_TypeError
+                           : error->status == H2O_EMEMORY ? PyExc_MemoryError
+                                                          : PyExc_RuntimeError;
     PyErr_SetString(type, error->text);
     return -1;
 }
@@ -162,10 +151,9 @@ static PyObject *call(PyObject *module, PyObject *const *args, Py_ssize_t count)
     h2o_error error;
     if (read_request(state, args, count, &r) < 0) return NULL;
     memset(&params, 0, r.row->size);
-    if (h2o_parse_operands(r.row, args + 2, &params) < 0) return NULL;
     borrowed.count = 0;
     borrowed.queued = r.stream != NULL && r.stream != Py_None;
-    h2o_note_operands(r.row, args + 2, &params, &borrowed);
+    if (h2o_parse_operands(r.row, args + 2, &params, &borrowed) < 0) return NULL;
     if (r.workspace != NULL) h2o_note(&borrowed, "workspace", r.workspace, &r.room);
     int status = h2o_borrow(&state->exchange, &borrowed);
     if (status == 0) {
@@ -294,8 +282,9 @@ static int intern_names(module_state *state) {
     return 0;
 }
 
-/* Adds the names that `call` accepts as its operation. */
-static int add_operations(PyObject *module) {
+/* Adds the names that `call` accepts as its operation, and the build's hash of the sources on which
+ * kernels and core must agree. A file of kernels ends with the same text. */
+static int add_constants(PyObject *module) {
     const module_state *const state = PyModule_GetState(module);
     PyObject *names = PyTuple_New(H2O_OPERATIONS);
     for (int i = 0; i < H2O_OPERATIONS && names != NULL; i++) {
@@ -303,9 +292,10 @@ static int add_operations(PyObject *module) {
     }
     const int status = names != NULL ? PyModule_AddObjectRef(module, "OPERATIONS", names) : -1;
     Py_XDECREF(names);
-    return status;
+    return status < 0 ? -1 : PyModule_AddStringConstant(module, "KERNELS", H2O_KERNELS);
 }
 
+/* Fails in a second interpreter: NumPy supports only one. */
 static int execute_module(PyObject *module) {
     h2o_error error;
     module_state *const state = PyModule_GetState(module);
@@ -313,13 +303,7 @@ static int execute_module(PyObject *module) {
     if (h2o_init(&error) != H2O_OK || h2o_check_threads(&error) != H2O_OK) {
         return raise_error(&error);
     }
-    return add_operations(module);
-}
-
-/* Adds the build's hash of the sources on which kernels and core must agree. A file of kernels ends
- * with the same text. */
-static int add_build_id(PyObject *module) {
-    return PyModule_AddStringConstant(module, "KERNELS", H2O_KERNELS);
+    return add_constants(module);
 }
 
 static int traverse(PyObject *module, visitproc visit, void *arg) {
@@ -338,8 +322,7 @@ static int clear(PyObject *module) {
 static void free_module(void *module) { clear(module); }
 
 static PyModuleDef_Slot slots[] = {
-    {Py_mod_exec, add_build_id},
-    {Py_mod_exec, execute_module}, /* fails in a second interpreter: NumPy supports only one */
+    {Py_mod_exec, execute_module},
 #ifdef Py_GIL_DISABLED
     {Py_mod_gil, Py_MOD_GIL_NOT_USED},
 #endif

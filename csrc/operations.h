@@ -61,12 +61,6 @@ typedef struct {
     h2o_view ranks; /* [B,G,S] i32, -1: empty; given if the table is, and updated by the step */
 } h2o_rotary;
 
-/* An evicted key; position -1 means that none was evicted. */
-typedef struct {
-    int32_t position;
-    float score;
-} h2o_eviction;
-
 /* step: one decode step in one call. Writes the new key and value into the free slot, attends over
  * all held slots including the new one, and adds the weights to the scores. If the row then
  * exceeds its budget, the slot that the policy chooses is emptied and becomes the free one. A row
@@ -77,10 +71,9 @@ typedef struct {
     h2o_view value; /* [B,G,1,D] */
     h2o_view mask;  /* [B,1] u8, optional */
     h2o_slots slots;
-    h2o_view out;            /* [B,1,H,D] */
-    h2o_rotary rotary;       /* optional; query and key then come without rotary embedding */
-    h2o_view sink_logits;    /* [H] f32, optional, as in attend */
-    h2o_eviction *evictions; /* [B*G], optional: the key that each head evicts */
+    h2o_view out;         /* [B,1,H,D] */
+    h2o_rotary rotary;    /* optional; query and key then come without rotary embedding */
+    h2o_view sink_logits; /* [H] f32, optional, as in attend */
     h2o_policy policy;
     float scale;
     float softcap;

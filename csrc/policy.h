@@ -42,7 +42,6 @@ typedef struct {
     float all_ages;  /*   1 / (decay - 1), minus the sum over infinitely many ages; else 0 */
     h2o_rank_kind kind;
     bool value_weighted;
-    bool largest; /* see h2o_scores_largest */
 } h2o_ranking;
 
 /* Whether a score is the largest attention from any one query instead of the sum. Both decay in
@@ -78,7 +77,6 @@ H2O_INLINE h2o_ranking h2o_policy_ranking(const h2o_policy *policy, int32_t heav
         .first = policy->sinks,
         .kind = H2O_BY_SCORE,
         .value_weighted = policy->value_weighted,
-        .largest = h2o_scores_largest(policy),
     };
     const bool decays = policy->decay < 1.0f;
     if (policy->score_by == H2O_SCORE_MEAN) {

@@ -31,7 +31,6 @@ typedef struct block {
 _Static_assert(sizeof(block) <= ALIGNMENT, "the header fits in front of the block");
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static pthread_once_t once = PTHREAD_ONCE_INIT;
 static block *released;
 
 static void lock_list(void) { pthread_mutex_lock(&lock); }
@@ -39,7 +38,9 @@ static void unlock_list(void) { pthread_mutex_unlock(&lock); }
 
 /* If the process forked while another thread holds the lock, the child would wait for that thread
  * forever. */
-static void survive_fork(void) { h2o_at_fork(lock_list, unlock_list, unlock_list); }
+__attribute__((constructor)) static void survive_fork(void) {
+    h2o_at_fork(lock_list, unlock_list, unlock_list);
+}
 
 /* Removes and returns the smallest block of at least `bytes`, or NULL. Blocks of more than eight
  * times that size are left for larger requests. */
@@ -109,7 +110,6 @@ void *h2o_scratch_acquire(size_t bytes) {
     if (bytes > SIZE_MAX / 2) {
         return NULL;
     }
-    pthread_once(&once, survive_fork);
     lock_list();
     block *acquired = take(bytes);
     unlock_list();

@@ -1,9 +1,22 @@
 /* store.h - the slots of one key/value head of one row: addresses, strides and types of its S rows
- * of keys and values [D], and its scores, norms and positions [S]. */
+ * of keys and values [D], and its scores, norms and positions [S]. Also single rows. */
 #ifndef H2O_STORE_H
 #define H2O_STORE_H
 
 #include "h2o.h"
+
+/* A token's key, value or query [D], in a tensor or in a store. */
+typedef struct {
+    const char *data; /* element 0 */
+    h2o_dtype type;   /* of an element of a tensor, or of a row of a store */
+    int64_t stride;   /* elements from one element to the next; 1 if quantized */
+} row_ref;
+
+/* Row [a, b, c] of a tensor [.., .., .., D]. */
+H2O_INLINE row_ref tensor_row(const h2o_view *view, int64_t a, int64_t b, int64_t c) {
+    const row_ref row = {(const char *)h2o_at(view, a, b, c), view->dtype, view->stride[3]};
+    return row;
+}
 
 /* Keys or values: S rows of D elements. */
 typedef struct {
@@ -21,7 +34,6 @@ typedef struct {
     slot_rows keys, values;
     float *scores, *norms; /* [S]; norms may be NULL */
     int32_t *positions;    /* [S] */
-    int64_t slots;         /* S */
 } slot_store;
 
 /* Whether the keys serve as values. */
@@ -47,7 +59,6 @@ H2O_INLINE slot_store open_store(const h2o_slots *slots, const h2o_head *head, i
         .scores = (float *)h2o_at(&slots->scores, row, head->offset, 0),
         .norms = norms ? (float *)h2o_at(&slots->norms, row, head->offset, 0) : NULL,
         .positions = (int32_t *)h2o_at(&slots->positions, row, head->offset, 0),
-        .slots = head->slots,
     };
     return store;
 }

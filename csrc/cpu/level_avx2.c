@@ -1,8 +1,8 @@
 /* level_avx2.c - the CPU kernels (table.inc) compiled for AVX2, FMA and F16C: Haswell, Zen and
  * later. */
-#if defined(__x86_64__)
-#include "level_x86.h"
+#include "level_target.h"
 
+#if defined(__x86_64__)
 H2O_TARGET_BEGIN("avx2,fma,f16c")
 
 #define LEVEL avx2

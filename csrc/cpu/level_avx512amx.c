@@ -1,10 +1,8 @@
 /* level_avx512amx.c - the CPU kernels (table.inc) compiled for AVX-512 with AMX, a matrix unit for
  * bf16: Sapphire Rapids and later. The decode step comes from level_avx512amxint8.c. */
-#include "../run.h"
+#include "level_target.h"
 
 #if defined(H2O_LEVEL_AMX)
-#include "level_x86.h"
-
 H2O_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16")
 
 #define LEVEL avx512amx

@@ -1,10 +1,8 @@
 /* level_avx512amxint8.c - the decode step (table.inc) compiled for AVX-512 with AMX, a matrix unit
  * for bytes and bf16: Sapphire Rapids and later. Everything else comes from level_avx512bf16.c. */
-#include "../run.h"
+#include "level_target.h"
 
 #if defined(H2O_LEVEL_AMX)
-#include "level_x86.h"
-
 H2O_TARGET_BEGIN(
     "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,amx-tile,amx-int8,"
     "amx-bf16")

@@ -1,11 +1,9 @@
 /* level_neonbf16.c - the CPU kernels (table.inc) compiled for aarch64 with dot products of bf16
  * pairs (FEAT_BF16) and matrix products of bytes (FEAT_I8MM): Neoverse V1 and N2, Apple M2 and
  * later. */
-#include "../run.h"
+#include "level_target.h"
 
 #if defined(H2O_LEVELS_ARM_DOT)
-#include "level_arm.h"
-
 H2O_TARGET_BEGIN("arch=armv8.2-a+dotprod+bf16+i8mm")
 
 #define LEVEL neonbf16

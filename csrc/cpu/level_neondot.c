@@ -1,11 +1,9 @@
 /* level_neondot.c - the decode step (table.inc) compiled for aarch64 with dot products of bytes
  * (FEAT_DotProd): Cortex-A75, Neoverse N1, Apple A11 and later. Everything else comes from
  * level_neon.c. */
-#include "../run.h"
+#include "level_target.h"
 
 #if defined(H2O_LEVELS_ARM_DOT)
-#include "level_arm.h"
-
 H2O_TARGET_BEGIN("arch=armv8.2-a+dotprod")
 
 #define LEVEL neondot

@@ -1,6 +1,6 @@
-/* level_target.h - included first, through level_x86.h or level_arm.h, by levels that not every
- * processor of their family supports: macros around the part of a source file that is compiled for
- * some features of the processor, and the system headers, which must precede that part. */
+/* level_target.h - included first by levels that not every processor of their family supports: macros
+ * around the part of a source file that is compiled for some features of the processor, and the
+ * system headers, which must precede that part. */
 #ifndef H2O_LEVEL_TARGET_H
 #define H2O_LEVEL_TARGET_H
 
@@ -9,6 +9,11 @@
 #include <math.h>
 #include <stdatomic.h>
 #include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 /* features: the compilers' names of the features, in one string, separated by commas. */
 #define H2O_PRAGMA(text) _Pragma(#text)

@@ -1,7 +1,5 @@
-/* rows.h - single rows of D elements, wherever they are: copies, norms and checks for finiteness.
- *
- * A row is a token's key, value or query. It belongs to a caller's tensor, at any stride, or to a
- * store (stored_rows.h), whose rows may be quantized. */
+/* rows.h - single rows of D elements, wherever they are (row_ref of store.h): copies, norms and checks
+ * for finiteness. */
 #ifndef H2O_ROWS_H
 #define H2O_ROWS_H
 
@@ -10,23 +8,10 @@
 
 #include <math.h>
 
-typedef struct {
-    const char *data; /* element 0 */
-    h2o_dtype type;   /* of an element of a tensor, or of a row of a store */
-    int64_t stride;   /* elements from one element to the next; 1 if quantized */
-} row_ref;
-
-/* Row [a, b, c] of a tensor [.., .., .., D]. */
-static inline row_ref tensor_row(const h2o_view *view, int64_t a, int64_t b, int64_t c) {
-    return (row_ref){h2o_at(view, a, b, c), view->dtype, view->stride[3]};
-}
-
 /* The row of a slot. */
 static inline row_ref stored_row(const slot_rows *rows, int64_t slot) {
     return (row_ref){slot_row(rows, slot), rows->type, 1};
 }
-
-static inline row_ref float_row(const float *x) { return (row_ref){(const char *)x, H2O_F32, 1}; }
 
 /* Copies a row to contiguous elements of the same type. */
 static inline void row_copy(char *to, row_ref from, int64_t D) {

@@ -149,6 +149,7 @@ typedef struct {
     const stage_functions *functions;
     void *context;
     int64_t stages, items;
+    bool alone;      /* one worker takes all tasks of an item; starts and gates are not used */
     int64_t *starts; /* [stages * items + 1] the first task of each */
     gate *gates;     /* [items] */
 } stage_list;
@@ -182,12 +183,27 @@ static inline void run_stage_task(void *context, int64_t index, int worker) {
     }
 }
 
+/* Task: all stages of an item. */
+static inline void run_whole_item(void *context, int64_t item, int worker) {
+    const stage_list *const list = context;
+    for (int64_t stage = 0; stage < list->stages; stage++) {
+        stage_task task = {.item = item, .stage = stage, .worker = worker};
+        task.count = list->functions->count(list->context, item, stage);
+        for (; task.index < task.count; task.index++) list->functions->task(list->context, &task);
+        if (task.count > 0) list->functions->end_stage(list->context, &task);
+    }
+}
+
 /* Runs the stages of so many items; the list has memory for these. */
 static inline void run_stages(const h2o_exec *exec, int workers, stage_list *list, int64_t items,
                               const stage_functions *functions, void *context) {
     list->functions = functions;
     list->context = context;
     list->items = items;
+    if (list->alone) {
+        run_tasks(exec, workers, items, run_whole_item, list);
+        return;
+    }
     list->starts[0] = 0;
     for (int64_t i = 0; i < list->stages * items; i++) {
         list->starts[i + 1] = list->starts[i] + functions->count(context, i % items, i / items);

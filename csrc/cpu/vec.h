@@ -23,7 +23,10 @@
  *   vf_exp2_parts(x, *f)    x = i + f with |f| <= 1/2, returns i as a float
  *   vf_scale2(x, i)         x * 2^i for integral i in -125..127; NaN if both are
  *   vf_scale2_from(least, x, i)  the same, but 0 where i < least; instead of vf_scale2 (AVX-512)
- *   vf_load_f16 _bf16, vf_store_f16 _bf16, and with _n: conversions
+ *   vh vh_load vh_store     a vector of VL 16-bit elements; AVX-512 also vh_load_n vh_store_n
+ *   widen_f16 _bf16         to floats
+ *   narrow_f16 _bf16        from floats; the generic level defines instead vf_store_f16 _bf16,
+ *                           and with _n
  *   vf_set1_f16(p)          the f16 at p in all lanes
  *   vf_load_i8(p)           VL signed bytes
  *   vf_store_bytes(p, x)    integers from -128 to 255 as one byte each
@@ -67,10 +70,8 @@
 #include "vec_avx2.h"
 #elif defined(H2O_VEC_NEON)
 #include "vec_neon.h"
-#include "vec_four.h"
 #else
 #include "vec_generic.h"
-#include "vec_four.h"
 #endif
 
 VEC vf vf_add(vf a, vf b) { return a + b; }
@@ -87,6 +88,58 @@ enum { PAIRS = 0 };
 VEC vf vf_dot_bf16(vf a, vf b, vf c) { return (void)a, (void)b, c; }
 VEC vf vf_pair_bf16(vf a, vf b) { return (void)b, a; }
 VEC void vf_zip_bf16(vf a, vf b, vf *lo, vf *hi) { *lo = a, *hi = b; }
+#endif
+
+#if !defined(H2O_VEC_AVX512) && !defined(H2O_VEC_AVX2)
+
+/* Conversions for levels with vectors of four floats, since compilers convert single bytes one after
+ * the other. Each of these levels defines
+ *
+ *   vi vu            vectors of four signed and unsigned integers
+ *   load_bytes(p)    four bytes, each in the highest quarter of a lane, with zeros below */
+VEC vf vf_set1_f16(const void *p) { return vf_set1(load_scalar(p, H2O_F16)); }
+VEC vf vf_load_i8(const void *p) { return __builtin_convertvector((vi)load_bytes(p) >> 24, vf); }
+/* Adding 1.5 * 2^23 leaves an integer in the lowest bits. */
+VEC void vf_store_bytes(void *p, vf x) {
+    const vf moved = x + vf_set1(12582912.0f);
+    uint8_t bytes[VL];
+    for (int i = 0; i < VL; i++) bytes[i] = (uint8_t)float_bits(moved[i]);
+    memcpy(p, bytes, sizeof bytes);
+}
+VEC vf vf_load_u4(const void *p, bool high) {
+    const vu bytes = high ? load_bytes(p) : load_bytes(p) << 4;
+    return __builtin_convertvector((vi)(bytes >> 28), vf);
+}
+#endif
+
+/* ---- 16-bit elements ----------------------------------------------------- */
+
+#ifndef H2O_VEC_AVX512
+VEC vh vh_load_n(const void *p, int n) {
+    uint16_t h[VL] = {0};
+    memcpy(h, p, 2 * (size_t)(n < 0 ? 0 : n < VL ? n : VL));
+    return vh_load(h);
+}
+#endif
+
+VEC vf vf_load_f16(const void *p) { return widen_f16(vh_load(p)); }
+VEC vf vf_load_bf16(const void *p) { return widen_bf16(vh_load(p)); }
+VEC vf vf_load_f16_n(const void *p, int n) { return widen_f16(vh_load_n(p, n)); }
+VEC vf vf_load_bf16_n(const void *p, int n) { return widen_bf16(vh_load_n(p, n)); }
+
+#if defined(H2O_VEC_AVX2) || defined(H2O_VEC_NEON)
+VEC void vh_store_n(void *p, vh x, int n) {
+    uint16_t h[VL];
+    vh_store(h, x);
+    memcpy(p, h, 2 * (size_t)(n < 0 ? 0 : n < VL ? n : VL));
+}
+#endif
+
+#if defined(H2O_VEC_AVX2) || defined(H2O_VEC_NEON) || defined(H2O_VEC_AVX512)
+VEC void vf_store_f16(void *p, vf x) { vh_store(p, narrow_f16(x)); }
+VEC void vf_store_bf16(void *p, vf x) { vh_store(p, narrow_bf16(x)); }
+VEC void vf_store_f16_n(void *p, vf x, int n) { vh_store_n(p, narrow_f16(x), n); }
+VEC void vf_store_bf16_n(void *p, vf x, int n) { vh_store_n(p, narrow_bf16(x), n); }
 #endif
 
 #ifndef H2O_VEC_AVX512

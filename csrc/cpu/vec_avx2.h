@@ -9,6 +9,7 @@ enum { VL = 8, REGISTERS = 16 };
 #define TILE_VECTORS 2
 
 typedef __m256 vf;
+typedef __m128i vh;
 
 VEC vf vf_set1(float x) { return _mm256_set1_ps(x); }
 VEC vf vf_zero(void) { return _mm256_setzero_ps(); }
@@ -67,28 +68,19 @@ VEC vf vf_scale2(vf x, vf i) {
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), shift));
 }
 
-/* Loads the first n of eight 16-bit values; the others are 0. */
-VEC __m128i half_n(const void *p, int n) {
-    uint16_t h[VL] = {0};
-    memcpy(h, p, 2 * (size_t)(n < 0 ? 0 : n < VL ? n : VL));
-    return _mm_loadu_si128((const __m128i *)h);
-}
+VEC vh vh_load(const void *p) { return _mm_loadu_si128(p); }
+VEC void vh_store(void *p, vh x) { _mm_storeu_si128(p, x); }
+VEC vf widen_f16(vh h) { return _mm256_cvtph_ps(h); }
 
-VEC void half_store_n(void *p, __m128i x, int n) {
-    uint16_t h[VL];
-    _mm_storeu_si128((__m128i *)h, x);
-    memcpy(p, h, 2 * (size_t)(n < 0 ? 0 : n < VL ? n : VL));
-}
-
-VEC vf widen_bf16(__m128i h) {
+VEC vf widen_bf16(vh h) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
 }
 
-VEC __m128i narrow_f16(vf x) {
+VEC vh narrow_f16(vf x) {
     return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
-VEC __m128i narrow_bf16(vf x) {
+VEC vh narrow_bf16(vf x) {
     const __m256i bits = _mm256_castps_si256(x);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     const __m256i half = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
@@ -101,10 +93,6 @@ VEC __m128i narrow_bf16(vf x) {
     return _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
 }
 
-VEC vf vf_load_f16(const void *p) { return _mm256_cvtph_ps(_mm_loadu_si128(p)); }
-VEC vf vf_load_bf16(const void *p) { return widen_bf16(_mm_loadu_si128(p)); }
-VEC vf vf_load_f16_n(const void *p, int n) { return _mm256_cvtph_ps(half_n(p, n)); }
-VEC vf vf_load_bf16_n(const void *p, int n) { return widen_bf16(half_n(p, n)); }
 VEC vf vf_set1_f16(const void *p) {
     uint16_t h;
     memcpy(&h, p, sizeof h);
@@ -124,10 +112,6 @@ VEC vf vf_load_u4(const void *p, bool high) {
     const __m256i low = _mm256_and_si256(bytes, _mm256_set1_epi32(15));
     return _mm256_cvtepi32_ps(high ? _mm256_srli_epi32(bytes, 4) : low);
 }
-VEC void vf_store_f16(void *p, vf x) { _mm_storeu_si128(p, narrow_f16(x)); }
-VEC void vf_store_bf16(void *p, vf x) { _mm_storeu_si128(p, narrow_bf16(x)); }
-VEC void vf_store_f16_n(void *p, vf x, int n) { half_store_n(p, narrow_f16(x), n); }
-VEC void vf_store_bf16_n(void *p, vf x, int n) { half_store_n(p, narrow_bf16(x), n); }
 
 /* Three rounds, which exchange the halves of blocks of 1, 2 and 4 lanes. */
 VEC void vf_transpose(vf v[VL]) {

@@ -10,6 +10,7 @@ enum { VL = 16, REGISTERS = 32 };
 #define TILE_VECTORS 4
 
 typedef __m512 vf;
+typedef __m256i vh;
 
 VEC __mmask16 lanes_below(int n) {
     return (__mmask16)(n >= VL ? 0xffffu : n <= 0 ? 0u : (1u << n) - 1u);
@@ -49,17 +50,21 @@ VEC vf vf_scale2_from(vf least, vf x, vf i) {
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(i, least, _CMP_NLT_UQ), x, i);
 }
 
-VEC __m256i half_n(const void *p, int n) { return _mm256_maskz_loadu_epi16(lanes_below(n), p); }
+VEC vh vh_load(const void *p) { return _mm256_loadu_si256(p); }
+VEC void vh_store(void *p, vh x) { _mm256_storeu_si256(p, x); }
+VEC vh vh_load_n(const void *p, int n) { return _mm256_maskz_loadu_epi16(lanes_below(n), p); }
+VEC void vh_store_n(void *p, vh x, int n) { _mm256_mask_storeu_epi16(p, lanes_below(n), x); }
+VEC vf widen_f16(vh h) { return _mm512_cvtph_ps(h); }
 
-VEC vf widen_bf16(__m256i h) {
+VEC vf widen_bf16(vh h) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
 }
 
-VEC __m256i narrow_f16(vf x) {
+VEC vh narrow_f16(vf x) {
     return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
-VEC __m256i narrow_bf16(vf x) {
+VEC vh narrow_bf16(vf x) {
     const __m512i bits = _mm512_castps_si512(x);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     const __m512i half = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
@@ -69,10 +74,6 @@ VEC __m256i narrow_bf16(vf x) {
     return _mm512_cvtepi32_epi16(_mm512_srli_epi32(both, 16));
 }
 
-VEC vf vf_load_f16(const void *p) { return _mm512_cvtph_ps(_mm256_loadu_si256(p)); }
-VEC vf vf_load_bf16(const void *p) { return widen_bf16(_mm256_loadu_si256(p)); }
-VEC vf vf_load_f16_n(const void *p, int n) { return _mm512_cvtph_ps(half_n(p, n)); }
-VEC vf vf_load_bf16_n(const void *p, int n) { return widen_bf16(half_n(p, n)); }
 VEC vf vf_set1_f16(const void *p) {
     int16_t h;
     memcpy(&h, p, sizeof h);
@@ -97,16 +98,6 @@ VEC void vf_load_u4_as(const void *p, vf scale, vf minimum, vf *low, vf *high) {
     const vf values = vf_fma(q, scale, minimum);
     *low = _mm512_permutexvar_ps(bytes, values); /* uses the low halves of the lanes' bytes */
     *high = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), values);
-}
-VEC void vf_store_f16(void *p, vf x) { _mm256_storeu_si256(p, narrow_f16(x)); }
-VEC void vf_store_bf16(void *p, vf x) { _mm256_storeu_si256(p, narrow_bf16(x)); }
-
-VEC void vf_store_f16_n(void *p, vf x, int n) {
-    _mm256_mask_storeu_epi16(p, lanes_below(n), narrow_f16(x));
-}
-
-VEC void vf_store_bf16_n(void *p, vf x, int n) {
-    _mm256_mask_storeu_epi16(p, lanes_below(n), narrow_bf16(x));
 }
 
 /* Four rounds, which exchange the halves of blocks of 1, 2, 4 and 8 lanes. */

@@ -14,6 +14,7 @@ enum { VL = 4, REGISTERS = 16 };
 typedef float vf __attribute__((vector_size(16)));
 typedef int32_t vi __attribute__((vector_size(16)));
 typedef uint32_t vu __attribute__((vector_size(16)));
+typedef vu vh;
 
 VEC vf vf_set1(float x) { return (vf){x, x, x, x}; }
 VEC vf vf_zero(void) { return vf_set1(0.0f); }
@@ -83,7 +84,7 @@ VEC vf vf_scale2(vf x, vf i) {
 }
 
 /* Four 16-bit values, each in the high half of a lane. */
-VEC vu load_half(const void *p) {
+VEC vh vh_load(const void *p) {
 #ifdef __SSE2__
     return (vu)_mm_unpacklo_epi16(_mm_setzero_si128(), _mm_loadl_epi64(p));
 #else
@@ -108,27 +109,15 @@ VEC vu load_bytes(const void *p) {
 
 /* float_from_f16 of half.h, all three cases at once: numbers get the other bias, infinities and NaN
  * all exponent bits; subnormals are fraction * 2^-24. */
-VEC vf vf_load_f16(const void *p) {
-    const vu h = load_half(p), rest = (h & 0x7fff0000u) >> 3;
+VEC vf widen_f16(vh h) {
+    const vu rest = (h & 0x7fff0000u) >> 3;
     const vf tiny = __builtin_convertvector((vi)(rest >> 13), vf) * 0x1p-24f;
     const vu number = rest + ((vu)(rest >= 0x0f800000u) & 0x38000000u) + 0x38000000u;
     const vf size = vf_choose((vi)(rest < 0x00800000u), tiny, (vf)number);
     return (vf)((vu)size | (h & 0x80000000u));
 }
 
-VEC vf vf_load_bf16(const void *p) { return (vf)load_half(p); }
-
-VEC vf vf_load_f16_n(const void *p, int n) {
-    uint16_t h[VL] = {0};
-    memcpy(h, p, 2 * (size_t)(n < 0 ? 0 : n < VL ? n : VL));
-    return vf_load_f16(h);
-}
-
-VEC vf vf_load_bf16_n(const void *p, int n) {
-    uint16_t h[VL] = {0};
-    memcpy(h, p, 2 * (size_t)(n < 0 ? 0 : n < VL ? n : VL));
-    return vf_load_bf16(h);
-}
+VEC vf widen_bf16(vh h) { return (vf)h; }
 
 VEC void vf_store_f16_n(void *p, vf x, int n) {
     for (int i = 0; i < (n < VL ? n : VL); i++) store_scalar((char *)p + 2 * i, H2O_F16, x[i]);

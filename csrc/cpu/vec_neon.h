@@ -10,6 +10,7 @@ enum { VL = 4, REGISTERS = 32 };
 #define TILE_VECTORS 4
 
 typedef float32x4_t vf;
+typedef uint16x4_t vh;
 typedef int32x4_t vi;
 typedef uint32x4_t vu;
 
@@ -61,26 +62,16 @@ VEC vf vf_scale2(vf x, vf i) {
     return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(x), shift));
 }
 
-VEC uint16x4_t half_n(const void *p, int n) {
-    uint16_t h[VL] = {0};
-    memcpy(h, p, 2 * (size_t)(n < 0 ? 0 : n < VL ? n : VL));
-    return vld1_u16(h);
-}
-
-VEC void half_store_n(void *p, uint16x4_t x, int n) {
-    uint16_t h[VL];
-    vst1_u16(h, x);
-    memcpy(p, h, 2 * (size_t)(n < 0 ? 0 : n < VL ? n : VL));
-}
-
-VEC vf widen_f16(uint16x4_t h) { return vcvt_f32_f16(vreinterpret_f16_u16(h)); }
-VEC vf widen_bf16(uint16x4_t h) { return vreinterpretq_f32_u32(vshll_n_u16(h, 16)); }
-VEC uint16x4_t narrow_f16(vf x) { return vreinterpret_u16_f16(vcvt_f16_f32(x)); }
+VEC vh vh_load(const void *p) { return vld1_u16(p); }
+VEC void vh_store(void *p, vh x) { vst1_u16(p, x); }
+VEC vf widen_f16(vh h) { return vcvt_f32_f16(vreinterpret_f16_u16(h)); }
+VEC vf widen_bf16(vh h) { return vreinterpretq_f32_u32(vshll_n_u16(h, 16)); }
+VEC vh narrow_f16(vf x) { return vreinterpret_u16_f16(vcvt_f16_f32(x)); }
 
 #ifdef H2O_DOT_BF16
-VEC uint16x4_t narrow_bf16(vf x) { return vreinterpret_u16_bf16(vcvt_bf16_f32(x)); }
+VEC vh narrow_bf16(vf x) { return vreinterpret_u16_bf16(vcvt_bf16_f32(x)); }
 #else
-VEC uint16x4_t narrow_bf16(vf x) {
+VEC vh narrow_bf16(vf x) {
     const uint32x4_t bits = vreinterpretq_u32_f32(x);
     const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
     const uint32x4_t number = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
@@ -88,15 +79,6 @@ VEC uint16x4_t narrow_bf16(vf x) {
     return vshrn_n_u32(vbslq_u32(vceqq_f32(x, x), number, nan), 16);
 }
 #endif
-
-VEC vf vf_load_f16(const void *p) { return widen_f16(half_n(p, VL)); }
-VEC vf vf_load_bf16(const void *p) { return widen_bf16(half_n(p, VL)); }
-VEC vf vf_load_f16_n(const void *p, int n) { return widen_f16(half_n(p, n)); }
-VEC vf vf_load_bf16_n(const void *p, int n) { return widen_bf16(half_n(p, n)); }
-VEC void vf_store_f16(void *p, vf x) { half_store_n(p, narrow_f16(x), VL); }
-VEC void vf_store_bf16(void *p, vf x) { half_store_n(p, narrow_bf16(x), VL); }
-VEC void vf_store_f16_n(void *p, vf x, int n) { half_store_n(p, narrow_f16(x), n); }
-VEC void vf_store_bf16_n(void *p, vf x, int n) { half_store_n(p, narrow_bf16(x), n); }
 
 VEC vu load_bytes(const void *p) {
     uint32_t word;

@@ -22,11 +22,9 @@
 
 /* Grid: B. */
 KERNEL(h2o_cuda_prepare, h2o_attend_params) {
-    DYN_SHARED(shared);
     prepare_row(&params.mask, &params.dims, params.policy.decay, blockIdx.x, params.dims.Q,
-                cuda_attend_slots(&params), workspace, (select_buffer *)shared);
+                cuda_attend_slots(&params), workspace, (select_buffer *)dynamic_shared);
 }
-EXPORT_KERNEL(h2o_cuda_prepare, h2o_attend_params)
 
 /* Grid: tiles of tokens, H, B. flash attention gives +infinity for a query whose softmax is NaN. */
 KERNEL(h2o_cuda_known, h2o_attend_params) {
@@ -40,20 +38,15 @@ KERNEL(h2o_cuda_known, h2o_attend_params) {
     const float unit = matrices ? logit_unit(params.scale, params.softcap) : 1.0f;
     write_softmax(&item, h, token, log_sum / unit, 1.0f);
 }
-EXPORT_KERNEL(h2o_cuda_known, h2o_attend_params)
 
 /* For any floats, and any rows of slots. */
 #define DEFINE_ATTEND(depth)                                                                       \
     KERNEL(h2o_cuda_forward_##depth, h2o_attend_params) {                                          \
-        DYN_SHARED(shared);                                                                        \
-        forward_block<depth>(&params, workspace, shared);                                          \
+        forward_block<depth>(&params, workspace, dynamic_shared);                                  \
     }                                                                                              \
-    EXPORT_KERNEL(h2o_cuda_forward_##depth, h2o_attend_params)                                     \
     KERNEL(h2o_cuda_sums_##depth, h2o_attend_params) {                                             \
-        DYN_SHARED(shared);                                                                        \
-        sums_block<depth>(&params, workspace, shared);                                             \
-    }                                                                                              \
-    EXPORT_KERNEL(h2o_cuda_sums_##depth, h2o_attend_params)
+        sums_block<depth>(&params, workspace, dynamic_shared);                                     \
+    }
 
 DEFINE_ATTEND(64)
 DEFINE_ATTEND(128)
@@ -68,16 +61,12 @@ DEFINE_ATTEND(256)
 #define DEFINE_MATRIX(type, TYPE, depth, forward_blocks, sums_blocks)                              \
     BOUNDED_KERNEL(h2o_cuda_forward_##type##_##depth, h2o_attend_params, ATTEND_THREADS,           \
                    forward_blocks) {                                                               \
-        DYN_SHARED(shared);                                                                        \
-        matrix_forward<depth, TYPE>(&params, workspace, shared);                                   \
+        matrix_forward<depth, TYPE>(&params, workspace, dynamic_shared);                           \
     }                                                                                              \
-    EXPORT_KERNEL(h2o_cuda_forward_##type##_##depth, h2o_attend_params)                            \
     BOUNDED_KERNEL(h2o_cuda_sums_##type##_##depth, h2o_attend_params, ATTEND_THREADS,              \
                    sums_blocks) {                                                                  \
-        DYN_SHARED(shared);                                                                        \
-        matrix_sums_block<depth, TYPE>(&params, workspace, shared);                                \
-    }                                                                                              \
-    EXPORT_KERNEL(h2o_cuda_sums_##type##_##depth, h2o_attend_params)
+        matrix_sums_block<depth, TYPE>(&params, workspace, dynamic_shared);                        \
+    }
 
 DEFINE_MATRIX(f16, H2O_F16, 64, FORWARD_64, SUMS_64)
 DEFINE_MATRIX(f16, H2O_F16, 128, 2, SUMS_128)

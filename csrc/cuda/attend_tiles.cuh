@@ -84,7 +84,7 @@ DEVICE void clear_pads(const h2o_attend_params *p, int64_t b, int64_t h, int64_t
     NO_UNROLL
     for (int64_t i = threadIdx.x; i < count * D; i += blockDim.x) {
         const int64_t q = first + i / D;
-        if (!is_token(&p->mask, b, q)) set_element(row_of(&p->out, b, q, h), i % D, 0.0f);
+        if (!is_token(&p->mask, b, q)) set_element(tensor_row(&p->out, b, q, h), i % D, 0.0f);
     }
 }
 
@@ -151,25 +151,24 @@ template <int DEPTH> struct tile_buffer {
 
 /* A token's row of a tensor [B,.,Q,D]; data is NULL past the last token. Tokens are counted without
  * padding, so results do not depend on where padding is. */
-DEVICE element_ref token_row(const attend_item *item, const h2o_view *from, int64_t h,
-                             int64_t token) {
-    if (token >= item->tokens) return element_ref{NULL, from->dtype, 1};
+DEVICE row_ref token_row(const attend_item *item, const h2o_view *from, int64_t h, int64_t token) {
+    if (token >= item->tokens) return row_ref{NULL, from->dtype, 1};
     /* without padding a token's index is its column, and `columns` need not be read */
     const bool pads = h2o_given(&item->p->mask);
-    return row_of(from, item->b, h, pads ? item->columns[token] : token);
+    return tensor_row(from, item->b, h, pads ? item->columns[token] : token);
 }
 
-DEVICE element_ref stored_row(const attend_item *item, const slot_rows *rows, int64_t slot) {
-    return element_ref{slot < item->slots ? slot_row(rows, slot) : NULL, rows->type, 1};
+DEVICE row_ref stored_row(const attend_item *item, const slot_rows *rows, int64_t slot) {
+    return row_ref{slot < item->slots ? slot_row(rows, slot) : NULL, rows->type, 1};
 }
 
 /* The row of a stored or new key. Empty slots have rows too; their keys are masked. */
-DEVICE element_ref key_row(const attend_item *item, bool stored, int64_t i) {
+DEVICE row_ref key_row(const attend_item *item, bool stored, int64_t i) {
     return stored ? stored_row(item, &item->store.keys, i)
                   : token_row(item, &item->p->keys, item->g, i);
 }
 
-DEVICE element_ref value_row(const attend_item *item, bool stored, int64_t i) {
+DEVICE row_ref value_row(const attend_item *item, bool stored, int64_t i) {
     return stored ? stored_row(item, &item->store.values, i)
                   : token_row(item, &item->p->values, item->g, i);
 }
@@ -181,7 +180,7 @@ DEVICE void load_tile(float (*tile)[DEPTH + 4], int64_t D, ROW row) {
     NO_UNROLL
     for (int i = threadIdx.x; i < ATTEND_TILE * runs; i += blockDim.x) {
         const int d = i % runs * RUN;
-        const element_ref from = row(i / runs);
+        const row_ref from = row(i / runs);
         float x[RUN] = {};
         if (from.data && d < D) load_strided(from, d, D, x);
         UNROLL
@@ -212,32 +211,10 @@ DEVICE void add_tile_dots(const float (*rows)[DEPTH + 4], const float (*columns)
     }
 }
 
-template <int DEPTH>
-DEVICE void tile_dots(const float (*rows)[DEPTH + 4], const float (*columns)[DEPTH + 4], int row,
-                      int column, float sum[THREAD_ROWS][THREAD_COLUMNS]) {
-    UNROLL
-    for (int i = 0; i < THREAD_ROWS * THREAD_COLUMNS; i++)
-        sum[i / THREAD_COLUMNS][i % THREAD_COLUMNS] = 0.0f;
-    add_tile_dots<DEPTH>(rows, columns, row, column, sum);
-}
-
-/* The maximum over the threads that share a row. */
-DEVICE float row_threads_max(float x) {
-    UNROLL
-    for (int offset = ROW_THREADS / 2; offset > 0; offset /= 2) x = fmaxf(x, shfl_xor(x, offset));
-    return x;
-}
-
 /* The largest column sum of LANES adjacent lanes, or NaN. */
 template <int LANES> DEVICE float largest_of_lanes(float x) {
     UNROLL
     for (int offset = LANES / 2; offset > 0; offset /= 2) x = h2o_larger(x, shfl_xor(x, offset));
-    return x;
-}
-
-DEVICE float row_threads_sum(float x) {
-    UNROLL
-    for (int offset = ROW_THREADS / 2; offset > 0; offset /= 2) x += shfl_xor(x, offset);
     return x;
 }
 

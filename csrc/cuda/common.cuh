@@ -49,11 +49,9 @@ DEVICE uint16_t f16_from_float(float x) {
  * multiprocessor. */
 #define BOUNDED_KERNEL(name, type, threads, blocks)                                                \
     extern "C" __global__ void __launch_bounds__(threads, blocks) name PARAMETERS(type)
-#define EXPORT_KERNEL(name, type)
 #define TAKEN(branch, condition) /* tests count how often the condition holds; see shim.h */
 
 extern __shared__ __align__(1024) unsigned char dynamic_shared[];
-#define DYN_SHARED(p) unsigned char *const p = dynamic_shared
 
 DEVICE void check_alignment(const void *p) { (void)p; } /* the device itself faults */
 
@@ -152,23 +150,17 @@ DEVICE uint32_t pack_bf16(float low, float high) {
 
 /* Loads four 8 x 8 matrices of 16-bit elements from shared memory. Lane i passes row i % 8 of
  * matrix i / 8, and gets elements 2 (i % 4) and the next of row i / 4 of each matrix. The row's
- * address is (row ^ flip) + past, in bytes. */
-DEVICE void load_matrices(uint32_t r[4], const void *row, uint32_t flip = 0, uint32_t past = 0) {
-    const uint32_t at = ((uint32_t)__cvta_generic_to_shared(row) ^ flip) + past;
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(at)
-                 : "memory");
-}
-
-/* The same with each matrix transposed. */
-DEVICE void load_transposed(uint32_t r[4], const void *row, uint32_t flip = 0, uint32_t past = 0) {
-    const uint32_t at = ((uint32_t)__cvta_generic_to_shared(row) ^ flip) + past;
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(at)
-                 : "memory");
-}
+ * address is (row ^ flip) + past, in bytes. load_transposed transposes each matrix. */
+#define DEFINE_LOAD(name, form)                                                                    \
+    DEVICE void name(uint32_t r[4], const void *row, uint32_t flip = 0, uint32_t past = 0) {       \
+        const uint32_t at = ((uint32_t)__cvta_generic_to_shared(row) ^ flip) + past;               \
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4" form ".shared.b16 {%0, %1, %2, %3}, [%4];"    \
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])                              \
+                     : "r"(at)                                                                     \
+                     : "memory");                                                                  \
+    }
+DEFINE_LOAD(load_matrices, "")
+DEFINE_LOAD(load_transposed, ".trans")
 
 /* c [16][8] += a [16][8] b [8][8], in the layout of PTX's mma.m16n8k8 over a warp. */
 DEVICE void multiply_half_f16(float c[4], const uint32_t a[2], uint32_t b) {
@@ -180,19 +172,15 @@ DEVICE void multiply_half_f16(float c[4], const uint32_t a[2], uint32_t b) {
 
 #if CAPABILITY >= 80
 /* c [16][8] += a [16][16] b [16][8], in the layout of PTX's mma.m16n8k16 over a warp. */
-DEVICE void multiply_bf16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
-DEVICE void multiply_f16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
+#define DEFINE_PRODUCT(type)                                                                       \
+    DEVICE void multiply_##type(float c[4], const uint32_t a[4], const uint32_t b[2]) {            \
+        asm("mma.sync.aligned.m16n8k16.row.col.f32." #type "." #type ".f32 "                       \
+            "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                      \
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                       \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                   \
+    }
+DEFINE_PRODUCT(f16)
+DEFINE_PRODUCT(bf16)
 
 /* Asynchronous copies from global to shared memory of BYTES = 4 or 16 bytes, aligned to BYTES.
  * close_copies ends a batch; wait_copies waits for all of the thread's batches but the last OPEN.
@@ -235,10 +223,6 @@ DEVICE uint32_t count_release(uint32_t *counter) {
 #include "shim.h"
 #endif
 
-DEVICE float f16_to_float(uint16_t h) { return float_from_f16(h); }
-DEVICE uint16_t float_to_f16(float x) { return f16_from_float(x); }
-DEVICE float bf16_to_float(uint16_t h) { return float_from_bf16(h); }
-
 /* 16 bytes that are read and written at once, at an address that is a multiple of 16. */
 typedef struct alignas(16) {
     uint32_t w[4];
@@ -261,7 +245,7 @@ DEVICE void store16(void *p, vec16 x) {
 DEVICE uint16_t float_to_bf16(float x) { return bf16_from_float(x); }
 
 DEVICE uint32_t pack_f16(float low, float high) {
-    return float_to_f16(low) | (uint32_t)float_to_f16(high) << 16;
+    return f16_from_float(low) | (uint32_t)f16_from_float(high) << 16;
 }
 
 DEVICE void multiply_f16(float c[4], const uint32_t a[4], const uint32_t b[2]) {

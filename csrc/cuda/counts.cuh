@@ -71,11 +71,4 @@ DEVICE void write_length(const h2o_view *lengths, int64_t row, int64_t length) {
     *(int64_t *)h2o_at(lengths, row, 0, 0) = length;
 }
 
-/* Fills in the fields that read_extent has not, as they are before a call; length: tokens seen. */
-DEVICE void read_head(const h2o_slots *slots, int64_t g, const h2o_policy *policy, int64_t length,
-                      h2o_head *head) {
-    read_budget(&slots->budget, head->row, g, policy, head);
-    head->held = h2o_policy_held(head->budget, length);
-}
-
 #endif

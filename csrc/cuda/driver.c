@@ -131,11 +131,11 @@ static int open_library(h2o_error *error) {
 
 static int require_library(h2o_error *error) {
     int status = H2O_OK;
-    if (atomic_load_explicit(&ready, memory_order_acquire)) return status;
+    if (ready) return status;
     pthread_mutex_lock(&lock);
-    if (!atomic_load_explicit(&ready, memory_order_relaxed)) {
+    if (!ready) {
         status = open_library(error);
-        atomic_store_explicit(&ready, status == H2O_OK, memory_order_release);
+        ready = status == H2O_OK;
     }
     pthread_mutex_unlock(&lock);
     return status;
@@ -149,45 +149,42 @@ int cuda_open(int *version, int *devices, h2o_error *error) {
     return H2O_OK;
 }
 
-int cuda_describe(int device, h2o_device_facts *facts, h2o_error *error) {
-    CUdevice handle;
+int cuda_describe(int ordinal, h2o_device_facts *facts, h2o_error *error) {
+    CUdevice device;
     const int status = require_library(error);
     if (status != H2O_OK) return status;
     *facts = (h2o_device_facts){0};
-    TRY(cuDeviceGet, "", &handle, device);
-    TRY(cuDeviceGetName, "", facts->name, sizeof facts->name - 1, handle);
+    TRY(cuDeviceGet, "", &device, ordinal);
+    TRY(cuDeviceGetName, "", facts->name, sizeof facts->name - 1, device);
     TRY(cuDeviceGetAttribute, "", &facts->major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
-        handle);
+        device);
     TRY(cuDeviceGetAttribute, "", &facts->minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
-        handle);
+        device);
     return H2O_OK;
 }
 
 /* Threads that get here at the same time both ask, and get the same numbers. */
 static int ask_limits(int ordinal, h2o_error *error) {
     CUdevice device;
-    int major, minor, shared;
+    h2o_device_facts facts;
+    int shared;
+    const int status = cuda_describe(ordinal, &facts, error);
+    if (status != H2O_OK) return status;
     TRY(cuDeviceGet, "", &device, ordinal);
-    TRY(cuDeviceGetAttribute, "", &major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device);
-    TRY(cuDeviceGetAttribute, "", &minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device);
     TRY(cuDeviceGetAttribute, "", &shared, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
         device);
-    atomic_store_explicit(&shared_memory[ordinal], shared, memory_order_relaxed);
-    atomic_store_explicit(&capabilities[ordinal], 10 * major + minor, memory_order_release);
+    shared_memory[ordinal] = shared;
+    capabilities[ordinal] = 10 * facts.major + facts.minor;
     return H2O_OK;
 }
 
 bool cuda_has(int ordinal, const cuda_plan *plan) {
     h2o_error error;
     if (ordinal < 0 || ordinal >= MOST_DEVICES) return true;
-    if (atomic_load_explicit(&capabilities[ordinal], memory_order_acquire) == 0 &&
-        (require_library(&error) != H2O_OK || ask_limits(ordinal, &error) != H2O_OK)) {
-        return true;
-    }
-    bool fits =
-        atomic_load_explicit(&capabilities[ordinal], memory_order_acquire) >= plan->capability;
-    const int shared = atomic_load_explicit(&shared_memory[ordinal], memory_order_relaxed);
-    for (int i = 0; i < plan->count; i++) fits = fits && plan->launch[i].shared <= (unsigned)shared;
+    if (capabilities[ordinal] == 0 && ask_limits(ordinal, &error) != H2O_OK) return true;
+    const unsigned shared = (unsigned)shared_memory[ordinal];
+    bool fits = capabilities[ordinal] >= plan->capability;
+    for (int i = 0; i < plan->count; i++) fits = fits && plan->launch[i].shared <= shared;
     return fits;
 }
 
@@ -203,7 +200,7 @@ int cuda_take_image(const void *bytes, size_t size, h2o_error *error) {
 /* ---- Contexts ------------------------------------------------------------ */
 
 static cuda_loaded *find_loaded(unsigned long long context) {
-    cuda_loaded *loaded = atomic_load_explicit(&all_loaded, memory_order_acquire);
+    cuda_loaded *loaded = all_loaded;
     while (loaded != NULL && loaded->context != context) loaded = loaded->next;
     return loaded;
 }
@@ -266,8 +263,8 @@ static int load_kernels(unsigned long long context, h2o_error *error) {
         return status;
     }
     made->context = context;
-    made->next = atomic_load_explicit(&all_loaded, memory_order_relaxed);
-    atomic_store_explicit(&all_loaded, made, memory_order_release);
+    made->next = all_loaded;
+    all_loaded = made;
     return H2O_OK;
 }
 
@@ -286,15 +283,14 @@ static int require_kernels(cuda_scope *scope, h2o_error *error) {
 
 /* Makes the device's primary context, which torch and the CUDA runtime use, the current one. */
 static int push_primary(int ordinal, CUdevice device, cuda_scope *scope, h2o_error *error) {
-    CUcontext context = NULL;
     if (ordinal >= MOST_DEVICES) {
         return h2o_fail(error, H2O_EBACKEND, "CUDA device %d: h2o supports the first %d", ordinal,
                         MOST_DEVICES);
     }
-    context = atomic_load_explicit(&primary[ordinal], memory_order_acquire);
+    CUcontext context = primary[ordinal];
     if (context == NULL) { /* two threads here at the same time retain it twice: harmless */
         TRY(cuDevicePrimaryCtxRetain, "", &context, device);
-        atomic_store_explicit(&primary[ordinal], context, memory_order_release);
+        primary[ordinal] = context;
     }
     TRY(cuCtxPushCurrent_v2, "", context);
     scope->pushed = true;

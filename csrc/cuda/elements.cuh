@@ -7,25 +7,16 @@
 #include "common.cuh"
 #include "kernels.h"
 
-/* A row of floats at any stride: of a tensor, or of a store. */
-typedef struct {
-    const char *data;
-    h2o_dtype type;
-    int64_t stride;
-} element_ref;
-
-DEVICE element_ref row_of(const h2o_view *view, int64_t a, int64_t b, int64_t c) {
-    return element_ref{(const char *)h2o_at(view, a, b, c), view->dtype, view->stride[3]};
-}
+#include "../store.h"
 
 /* Loads a float that is aligned to its size; scales in quantized rows are not. */
 DEVICE float load_float(const char *p, h2o_dtype type) {
     if (type == H2O_F32) return *(const float *)p;
     const uint16_t h = *(const uint16_t *)p;
-    return type == H2O_F16 ? f16_to_float(h) : bf16_to_float(h);
+    return type == H2O_F16 ? float_from_f16(h) : float_from_bf16(h);
 }
 
-DEVICE float element_of(element_ref row, int64_t d) {
+DEVICE float element_of(row_ref row, int64_t d) {
     return load_float(row.data + d * row.stride * h2o_dtype_size(row.type), row.type);
 }
 
@@ -39,7 +30,7 @@ template <int DEPTH> struct lane_elements {
 };
 
 /* Loads all elements before the first is used. */
-template <int DEPTH> DEVICE lane_bits<DEPTH> load_bits(element_ref row, int64_t D) {
+template <int DEPTH> DEVICE lane_bits<DEPTH> load_bits(row_ref row, int64_t D) {
     const int lane = threadIdx.x % 32, size = (int)h2o_dtype_size(row.type);
     const char *p = row.data + lane * row.stride * size;
     lane_bits<DEPTH> bits = {};
@@ -51,20 +42,20 @@ template <int DEPTH> DEVICE lane_bits<DEPTH> load_bits(element_ref row, int64_t 
     return bits;
 }
 
-template <int DEPTH> DEVICE lane_elements<DEPTH> load_lane(element_ref row, int64_t D) {
+template <int DEPTH> DEVICE lane_elements<DEPTH> load_lane(row_ref row, int64_t D) {
     const lane_bits<DEPTH> bits = load_bits<DEPTH>(row, D);
     lane_elements<DEPTH> elements;
     UNROLL
     for (int i = 0; i < DEPTH / 32; i++) {
         elements.x[i] = row.type == H2O_F32   ? bits_float(bits.x[i])
-                        : row.type == H2O_F16 ? f16_to_float((uint16_t)bits.x[i])
-                                              : bf16_to_float((uint16_t)bits.x[i]);
+                        : row.type == H2O_F16 ? float_from_f16((uint16_t)bits.x[i])
+                                              : float_from_bf16((uint16_t)bits.x[i]);
     }
     return elements;
 }
 
 /* Calls use(d, x) for a lane's elements of a row, from memory or from registers. */
-template <typename USE> DEVICE void each_element(element_ref row, int64_t D, USE use) {
+template <typename USE> DEVICE void each_element(row_ref row, int64_t D, USE use) {
     NO_UNROLL
     for (int64_t d = threadIdx.x % 32; d < D; d += 32) use(d, element_of(row, d));
 }
@@ -79,31 +70,27 @@ DEVICE void each_element(lane_elements<DEPTH> row, int64_t D, USE use) {
 }
 
 /* Writes x as element d of a row. */
-DEVICE void set_element(element_ref row, int64_t d, float x) {
+DEVICE void set_element(row_ref row, int64_t d, float x) {
     char *const p = (char *)row.data + d * row.stride * h2o_dtype_size(row.type);
     if (row.type == H2O_F32) {
         *(float *)p = x;
     } else {
-        *(uint16_t *)p = row.type == H2O_F16 ? float_to_f16(x) : float_to_bf16(x);
+        *(uint16_t *)p = row.type == H2O_F16 ? f16_from_float(x) : float_to_bf16(x);
     }
 }
 
 /* ---- Aligned loads ------------------------------------------------------- */
 
-/* Whether an address is a multiple of a power of two. */
-DEVICE bool is_aligned_to(const void *p, unsigned bytes) {
-    return ((uintptr_t)p & (bytes - 1)) == 0;
-}
-DEVICE bool is_aligned(const void *p) { return is_aligned_to(p, 16); }
+DEVICE bool is_aligned(const void *p) { return (uintptr_t)p % 16 == 0; }
 
 /* The two 16-bit floats of a word. */
 DEVICE void unpack(uint32_t word, h2o_dtype type, float *x) {
     if (type == H2O_BF16) {
-        x[0] = bf16_to_float((uint16_t)word);
-        x[1] = bf16_to_float((uint16_t)(word >> 16));
+        x[0] = float_from_bf16((uint16_t)word);
+        x[1] = float_from_bf16((uint16_t)(word >> 16));
     } else {
-        x[0] = f16_to_float((uint16_t)word);
-        x[1] = f16_to_float((uint16_t)(word >> 16));
+        x[0] = float_from_f16((uint16_t)word);
+        x[1] = float_from_f16((uint16_t)(word >> 16));
     }
 }
 
@@ -205,17 +192,17 @@ DEVICE void load_halves(const char *const p[N], uint16_t half[N][COUNT]) {
     }
 }
 
-/* ---- Over a warp --------------------------------------------------------- */
+/* ---- Over adjacent lanes of a warp --------------------------------------- */
 
-DEVICE float warp_sum(float x) {
+template <int LANES = 32> DEVICE float sum_of_lanes(float x) {
     UNROLL
-    for (int offset = 16; offset > 0; offset /= 2) x += shfl_xor(x, offset);
+    for (int offset = LANES / 2; offset > 0; offset /= 2) x += shfl_xor(x, offset);
     return x;
 }
 
-DEVICE float warp_max(float x) {
+template <int LANES = 32> DEVICE float max_of_lanes(float x) {
     UNROLL
-    for (int offset = 16; offset > 0; offset /= 2) x = fmaxf(x, shfl_xor(x, offset));
+    for (int offset = LANES / 2; offset > 0; offset /= 2) x = fmaxf(x, shfl_xor(x, offset));
     return x;
 }
 

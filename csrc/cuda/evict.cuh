@@ -41,7 +41,7 @@ DEVICE row_moves moves_of(const evict_item *item, bool values, int64_t count) {
     const h2o_view *const tensor = values ? item->values : item->keys;
     row_moves moves = {};
     moves.rows = values ? item->store.values : item->store.keys;
-    moves.first = row_of(tensor, item->b, item->g, 0);
+    moves.first = tensor_row(tensor, item->b, item->g, 0);
     moves.pitch = tensor->stride[2] * h2o_dtype_size(tensor->dtype);
     moves.slots = item->head.slots;
     moves.D = item->D;
@@ -59,7 +59,7 @@ DEVICE void move_records(const evict_item *item, int64_t moves) {
         const int64_t i = item->sources[m], to = item->destinations[m];
         TAKEN(evict_moves_stored, !is_new(item, i));
         store->scores[to] = score_of(item, i);
-        store->positions[to] = position_of(item, i);
+        store->positions[to] = position_by(item, i, index_of(item, i));
         if (store->norms) store->norms[to] = norm_of_candidate(item, i);
     }
 }
@@ -81,10 +81,7 @@ DEVICE void move_all(const evict_item *item, int64_t moves, int64_t kept) {
     }
     sync_block();
     clear_slots(&item->store, kept, item->head.slots);
-    if (threadIdx.x == 0) {
-        *item->free_slot = (int32_t)kept;
-        *item->moves = (int32_t)moves;
-    }
+    if (threadIdx.x == 0) *item->moves = (int32_t)moves;
 }
 
 /* ---- The kernel ---------------------------------------------------------- */
@@ -106,11 +103,17 @@ DEVICE double lost_scores(const evict_item *item) {
     return block_sum(lost, item->buffer);
 }
 
-/* Does steps 1 to 4 for a head. Returns the number of new tokens. */
-DEVICE int64_t evict_head(const evict_item *item) {
+/* New tokens of a head, keys that it keeps, and the sum of the scores of the others. */
+typedef struct {
+    int64_t tokens, kept;
+    double lost;
+} evict_result;
+
+/* Does steps 1 to 4 for a head. */
+DEVICE evict_result evict_head(const evict_item *item) {
     select_buffer *const buffer = item->buffer;
     const int64_t tokens = index_tokens(item, buffer);
-    if (tokens == 0) return 0;
+    if (tokens == 0) return evict_result{};
     const h2o_ranking ranking = h2o_policy_ranking(item->policy, item->head.heavy,
                                                    item->head.recent, item->length + tokens);
     new_norms(item);
@@ -122,25 +125,27 @@ DEVICE int64_t evict_head(const evict_item *item) {
     const int64_t moves = list_moves(item, kept, buffer);
     sync_block();
     move_all(item, moves, kept);
-    if (threadIdx.x == 0) *item->evicted_score += lost;
-    return tokens;
+    return evict_result{tokens, kept, lost};
 }
 
 /* Grid: G, B. */
 KERNEL(h2o_cuda_evict, h2o_evict_params) {
-    DYN_SHARED(shared);
     const h2o_evict_params *const p = &params;
     const int64_t g = blockIdx.x, b = blockIdx.y;
-    const evict_item item = open_evict(p, workspace, b, g, (select_buffer *)shared);
-    const int64_t tokens = evict_head(&item);
-    if (tokens == 0) { /* the same for all heads of a row */
+    const evict_item item = open_evict(p, workspace, b, g, (select_buffer *)dynamic_shared);
+    const evict_result evicted = evict_head(&item);
+    const int64_t row = item.head.row;
+    if (evicted.tokens == 0) { /* the same for all heads of a row */
         if (threadIdx.x == 0) *item.moves = 0;
         return;
     }
+    if (threadIdx.x == 0) {
+        *(int32_t *)h2o_at(&p->slots.next_slot, row, g, 0) = (int32_t)evicted.kept;
+        *(double *)h2o_at(&p->slots.evicted_score, row, g, 0) += evicted.lost;
+    }
     if (!arrive_last((uint32_t *)workspace + b, (uint32_t)p->dims.G) || threadIdx.x != 0) return;
-    write_length(&p->slots.seen_tokens, item.head.row, item.length + tokens);
+    write_length(&p->slots.seen_tokens, row, item.length + evicted.tokens);
 }
-EXPORT_KERNEL(h2o_cuda_evict, h2o_evict_params)
 
 /* Moves the rows if evict has left them to this kernel. Grid: twice the number of blocks that share
  * a head's moves (the second half moves values), G, B. */
@@ -153,6 +158,5 @@ KERNEL(h2o_cuda_move, h2o_evict_params) {
     const row_moves rows = moves_of(&item, values, *item.moves);
     move_rows<true>(&rows, block_share{index, blocks});
 }
-EXPORT_KERNEL(h2o_cuda_move, h2o_evict_params)
 
 #endif

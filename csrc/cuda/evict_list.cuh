@@ -22,8 +22,6 @@ typedef struct {
     int64_t length, tokens; /* seen before; number of new ones that count, the row's first */
     h2o_head head;
     slot_store store;
-    double *evicted_score;
-    int32_t *free_slot;
     uint32_t *rank_keys; /* from here on see evict_layout */
     uint8_t *marks;
     int32_t *token_index, *destinations, *sources, *moves;
@@ -46,16 +44,25 @@ DEVICE void lay_out_workspace(evict_item *item, const evict_layout *at, char *wo
     item->moves = (int32_t *)(workspace + at->moves) + head_index;
 }
 
-/* Fills in what is needed to move rows. */
-DEVICE evict_item open_rows(const h2o_evict_params *p, char *workspace, int64_t b, int64_t g) {
-    const evict_layout at = cuda_evict_call(p);
+/* Fills in what depends on the new tokens only. PARAMS: those of evict or of simulate. */
+template <typename PARAMS> DEVICE evict_item open_new(const PARAMS *p, int64_t b, int64_t g) {
     evict_item item = {};
+    item.policy = &p->policy;
     item.keys = &p->keys;
     item.values = &p->values;
+    item.scores = &p->scores;
+    item.mask = &p->mask;
     item.b = b;
     item.g = g;
     item.Q = p->dims.Q;
     item.D = p->dims.D;
+    return item;
+}
+
+/* Fills in what is needed to move rows. */
+DEVICE evict_item open_rows(const h2o_evict_params *p, char *workspace, int64_t b, int64_t g) {
+    const evict_layout at = cuda_evict_call(p);
+    evict_item item = open_new(p, b, g);
     item.head = read_extent(&p->slots, b, g);
     item.store = open_store(&p->slots, &item.head, p->dims.D);
     lay_out_workspace(&item, &at, workspace, b * p->dims.G + g);
@@ -65,14 +72,9 @@ DEVICE evict_item open_rows(const h2o_evict_params *p, char *workspace, int64_t 
 DEVICE evict_item open_evict(const h2o_evict_params *p, char *workspace, int64_t b, int64_t g,
                              select_buffer *buffer) {
     evict_item item = open_rows(p, workspace, b, g);
-    item.policy = &p->policy;
-    item.scores = &p->scores;
-    item.mask = &p->mask;
     item.tokens = p->dims.Q;
     item.length = read_length(&p->slots.seen_tokens, item.head.row, p->dims.Q);
-    read_head(&p->slots, g, &p->policy, item.length, &item.head);
-    item.evicted_score = (double *)h2o_at(&p->slots.evicted_score, item.head.row, g, 0);
-    item.free_slot = (int32_t *)h2o_at(&p->slots.next_slot, item.head.row, g, 0);
+    read_budget(&p->slots.budget, item.head.row, g, &p->policy, &item.head);
     item.rows_wait = cuda_move_blocks(p) > 0;
     item.buffer = buffer;
     return item;
@@ -101,10 +103,6 @@ DEVICE int32_t position_by(const evict_item *item, int64_t i, int32_t index) {
     return index + (is_new(item, i) ? (int32_t)item->length : 0);
 }
 
-DEVICE int32_t position_of(const evict_item *item, int64_t i) {
-    return position_by(item, i, index_of(item, i));
-}
-
 DEVICE float norm_of_candidate(const evict_item *item, int64_t i) {
     return *(is_new(item, i) ? item->norms + column_of(item, i) : item->store.norms + i);
 }
@@ -127,7 +125,7 @@ DEVICE void new_norms(const evict_item *item) {
     const int warps = blockDim.x / 32;
     NO_UNROLL
     for (int64_t q = threadIdx.x / 32; q < item->Q; q += warps) {
-        const float norm = norm_of(row_of(item->values, item->b, item->g, q), item->D);
+        const float norm = norm_of(tensor_row(item->values, item->b, item->g, q), item->D);
         if (threadIdx.x % 32 == 0) item->norms[q] = norm;
     }
 }

@@ -38,7 +38,7 @@ DEVICE void update_softmax(const attend_item *item, bool stored, int64_t first, 
             logit[j] = logit_of(dots[i][j], item->p->scale, item->p->softcap);
             if (visible[j]) row_max = fmaxf(row_max, logit[j]);
         }
-        row_max = row_threads_max(row_max);
+        row_max = max_of_lanes<ROW_THREADS>(row_max);
         const float rescale =
             softmax->row_max[i] == row_max ? 1.0f : exponential(softmax->row_max[i], row_max);
         UNROLL
@@ -84,13 +84,13 @@ DEVICE void forward_tile(const attend_item *item, bool stored, int64_t first, in
                          tile_buffer<DEPTH> *buffer, running_softmax<DEPTH> *softmax) {
     const int row = threadIdx.x / ROW_THREADS * THREAD_ROWS, column = threadIdx.x % ROW_THREADS;
     const int64_t D = item->p->dims.D;
-    float dots[THREAD_ROWS][THREAD_COLUMNS];
+    float dots[THREAD_ROWS][THREAD_COLUMNS] = {};
     if (!load_presence(item, stored, first, ATTEND_TILE, buffer->is_key)) return;
     TAKEN(forward_of_stored, stored);
     TAKEN(forward_second_tile, first > 0);
     load_tile<DEPTH>(buffer->columns, D, [&](int i) { return key_row(item, stored, first + i); });
     sync_block();
-    tile_dots<DEPTH>(buffer->rows, buffer->columns, row, column, dots);
+    add_tile_dots<DEPTH>(buffer->rows, buffer->columns, row, column, dots);
     update_softmax<DEPTH>(item, stored, first, query, row, column, dots, buffer, softmax);
     sync_block();
     load_tile<DEPTH>(buffer->columns, D, [&](int i) { return value_row(item, stored, first + i); });
@@ -108,11 +108,12 @@ DEVICE void write_outputs(const attend_item *item, int64_t h, int64_t query,
     UNROLL
     for (int i = 0; i < THREAD_ROWS; i++) {
         const int64_t token = query + row + i;
-        float row_max = softmax->row_max[i], row_sum = row_threads_sum(softmax->row_sum[i]);
+        float row_max = softmax->row_max[i],
+              row_sum = sum_of_lanes<ROW_THREADS>(softmax->row_sum[i]);
         add_sink(sink_of(&p->sink_logits, h), &row_max, &row_sum);
         const float inverse = 1.0f / row_sum;
         if (token >= item->tokens) continue;
-        const element_ref out = row_of(&p->out, item->b, item->columns[token], h);
+        const row_ref out = tensor_row(&p->out, item->b, item->columns[token], h);
         UNROLL
         for (int k = 0; k < DEPTH / ROW_THREADS; k++) {
             const int64_t d = k / 4 * 4 * ROW_THREADS + column * 4 + k % 4;

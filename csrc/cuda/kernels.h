@@ -49,6 +49,7 @@ enum {
     CUDA_WIDE = STEP_THREADS * RUN, /* largest row, in elements, for a step and for pruning */
     STEP_FLOATS = STEP_THREADS * STEP_HEADS * RUN, /* shared: queries, partial sums, factors */
     STEP_KEPT = 1024, /* bytes for reductions, and for what a block keeps to the end of a step */
+    SELECT_SHARED = 4096, /* bytes for a select_buffer */
 };
 
 H2O_INLINE int64_t cuda_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -217,9 +218,6 @@ H2O_INLINE bool cuda_fits_matrices(const h2o_attend_params *p) {
     return (keys == type || h2o_row_has_scale(keys)) &&
            (values == type || h2o_row_is_quantized(values));
 }
-
-/* Bytes of shared memory of a block that selects: see select_buffer. */
-H2O_INLINE unsigned cuda_select_shared(void) { return 4096; }
 
 /* Columns of a tile of logits that tensor cores compute, with MATRIX_ROWS rows. */
 #define CUDA_MATRIX_COLUMNS(depth) ((depth) > 128 ? 32 : 64)

@@ -39,7 +39,6 @@ typedef struct {
     int64_t pitch;                   /* slots, rounded up to multiples of 16 bytes */
     size_t evict;                    /* begin of evict's workspace; attend's is at 0 */
     size_t scores, positions, norms; /* [B][G][slots] */
-    size_t evicted_score, next_slot; /* [B][G] f64, i32 */
     size_t windows;                  /* [B][G] i32: windows that are done */
     size_t tokens;                   /* [2][B][G][slots] i32: for odd and for even windows */
     size_t new_cells;                /* [B][G][W] i32 */
@@ -63,8 +62,6 @@ H2O_INLINE simulate_layout cuda_simulate_layout(const h2o_simulate_params *p) {
     at.scores = cuda_take(&at.bytes, heads * S, sizeof(float));
     at.positions = cuda_take(&at.bytes, heads * S, sizeof(int32_t));
     at.norms = cuda_take(&at.bytes, heads * S, sizeof(float));
-    at.evicted_score = cuda_take(&at.bytes, heads, sizeof(double));
-    at.next_slot = cuda_take(&at.bytes, heads, sizeof(int32_t));
     at.windows = cuda_take(&at.bytes, heads, sizeof(int32_t));
     at.tokens = cuda_take(&at.bytes, 2 * heads * S, sizeof(int32_t));
     at.new_cells = cuda_take(&at.bytes, heads * W, sizeof(int32_t));

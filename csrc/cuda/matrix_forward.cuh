@@ -76,7 +76,7 @@ DEVICE void accumulate_nonfinite(matrix_buffer<DEPTH> *buffer,
             for (int n = 0; n < DEPTH / 4; n++) {
                 const int d = n / 2 * 8 + lane_column() + n % 2;
                 const uint16_t half = *tile_at(buffer->columns[1], first + k, d);
-                const float value = TYPE == H2O_BF16 ? bf16_to_float(half) : f16_to_float(half);
+                const float value = TYPE == H2O_BF16 ? float_from_bf16(half) : float_from_f16(half);
                 UNROLL
                 for (int i = 0; i < 2; i++) {
                     float *const x = &softmax->output[n / 2][2 * i + n % 2];
@@ -136,7 +136,6 @@ DEVICE void forward_keys(const attend_item *item, int64_t query, bool careful,
     open_keys(item, item->slots > 0, &at);
     bool more = fetch_keys<DEPTH>(item, &at, buffer);
     while (more) {
-        float c[columns / 8][4];
         const bool numbers = h2o_row_is_quantized(at.keys.type);
         if (numbers)
             load_numbers<DEPTH, TYPE, columns>(buffer->columns[0], item, &at.keys, at.first,
@@ -144,14 +143,15 @@ DEVICE void forward_keys(const attend_item *item, int64_t query, bool careful,
         wait_copies<0>();
         sync_block(); /* all threads are done with the previous values */
         fetch_values<DEPTH, TYPE>(item, &at, buffer);
-        matrix_dots<DEPTH, TYPE>(buffer, buffer->columns[0], c);
+        float c[columns / 8][4] = {};
+        add_matrix_dots<DEPTH, TYPE>(buffer, buffer->columns[0], c);
         if (numbers) {
             scale_dots<columns / 8>(
                 c, [&](int i) { return buffer->scales[i / 4 * 8 + lane_column() + i % 2]; });
         }
         dots_to_exponents<columns / 8>(c, item->p->scale, item->p->softcap);
         const float unit = exponent_unit(item->p->scale, item->p->softcap);
-        const bool past = is_past(&at, columns);
+        const bool past = !at.stored && at.first + columns <= at.past; /* all see every key */
         TAKEN(matrix_forward_unmasked, past);
         TAKEN(matrix_forward_of_stored, at.stored);
         TAKEN(matrix_forward_of_quantized, numbers);
@@ -203,7 +203,7 @@ DEVICE void write_matrix_outputs(const attend_item *item, int64_t h, int64_t que
         add_matrix_sink(sink_of(&p->sink_logits, h), unit, &row_max, &row_sum);
         const float inverse = 1.0f / (row_sum * weight_unit<TYPE>(GROWTH));
         if (token >= item->tokens) continue;
-        element_ref out = row_of(&p->out, item->b, item->columns[token], h);
+        row_ref out = tensor_row(&p->out, item->b, item->columns[token], h);
         out.type = TYPE; /* it is TYPE already; this tells the compiler */
         UNROLL
         for (int k = 0; k < DEPTH / 4; k++) {

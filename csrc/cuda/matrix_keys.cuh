@@ -175,10 +175,6 @@ template <int DEPTH> DEVICE void keep_keys(key_matrices<DEPTH> *keys) {
     sync_block();
 }
 
-template <int DEPTH> DEVICE uint32_t present_keys(const uint32_t *is_key) {
-    return warp_ballot(is_key[first_key<DEPTH>() + threadIdx.x % 32] != 0);
-}
-
 /* Columns of a tile of queries from `at` on, and 8 * KEYS of the warp's keys from `key` on, KEYS
  * for each lane. The tile has `count` queries; new keys are `ahead` columns ahead of them. */
 template <int KEYS, int WIDTH> struct key_turn {

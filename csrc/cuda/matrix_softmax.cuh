@@ -17,11 +17,6 @@ typedef struct {
     row_source keys, values;
 } key_tile;
 
-/* Whether every query sees every key of a tile. */
-DEVICE bool is_past(const key_tile *at, int columns) {
-    return !at->stored && at->first + columns <= at->past;
-}
-
 /* As an exponent of 2. */
 #define GROWTH 4
 

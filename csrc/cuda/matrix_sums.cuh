@@ -78,7 +78,7 @@ DEVICE void sum_over_queries(const sums_of_keys *of, sums_buffer<DEPTH> *buffer,
     if (!is_tile(&tile)) return;
     load_keys<DEPTH, TYPE>(of->item, of->stored, of->first, buffer, &keys);
     keep_keys<DEPTH>(&keys);
-    keys.present = present_keys<DEPTH>(buffer->is_key);
+    keys.present = warp_ballot(buffer->is_key[first_key<DEPTH>() + threadIdx.x % 32] != 0);
     const query_source source = open_queries<DEPTH>(of);
     fetch_queries<DEPTH>(of, &source, &tile, 0, buffer);
 #if WARPGROUPS

@@ -58,7 +58,7 @@ DEVICE float quad_sum(float x) {
 /* ---- Tiles --------------------------------------------------------------- */
 
 /* Loads 16-bit elements d..d+RUN-1 at any stride and alignment; 0 from D on. */
-DEVICE vec16 load_halves(element_ref row, int64_t d, int64_t D) {
+DEVICE vec16 load_halves(row_ref row, int64_t d, int64_t D) {
     const char *const p = row.data + 2 * d * row.stride;
     vec16 x = {};
     UNROLL
@@ -92,7 +92,7 @@ DEVICE row_source stored_source(const slot_rows *rows) {
 
 /* Rows of a tensor [B,.,Q,D]. */
 DEVICE row_source token_source(const attend_item *item, const h2o_view *from, int64_t h) {
-    const element_ref row = row_of(from, item->b, h, 0);
+    const row_ref row = tensor_row(from, item->b, h, 0);
     return open_rows(row.data, 2 * from->stride[2], row.stride);
 }
 
@@ -125,7 +125,7 @@ DEVICE void fetch_matrix(uint16_t (*tile)[DEPTH], const attend_item *item, const
         NO_UNROLL
         for (int k = top; k < ROWS; k += step) {
             const int64_t i = first + k;
-            element_ref row = {NULL, H2O_F16, stride};
+            row_ref row = {NULL, H2O_F16, stride};
             if (i < count && (!is_key || is_key[k])) {
                 row.data = rows + (listed ? item->columns[i] : i) * source->pitch;
             }
@@ -253,14 +253,6 @@ DEVICE void add_matrix_dots(const matrix_buffer<DEPTH> *buffer, const uint16_t (
             multiply<TYPE>(c[n / 8 + 1], a, b + 2);
         }
     }
-}
-
-template <int DEPTH, h2o_dtype TYPE>
-DEVICE void matrix_dots(const matrix_buffer<DEPTH> *buffer, const uint16_t (*tile)[DEPTH],
-                        float c[matrix_buffer<DEPTH>::COLUMNS / 8][4]) {
-    UNROLL
-    for (int i = 0; i < matrix_buffer<DEPTH>::COLUMNS / 8 * 4; i++) c[i / 4][i % 4] = 0.0f;
-    add_matrix_dots<DEPTH, TYPE>(buffer, tile, c);
 }
 
 /* Turns products with the integers of quantized keys into those with the keys. scale(i) is the

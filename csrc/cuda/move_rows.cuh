@@ -18,7 +18,7 @@ enum { COPY_LOADS = 4 };
  * destinations[m]. */
 typedef struct {
     slot_rows rows;
-    element_ref first; /* the first new row, ... */
+    row_ref first;     /* the first new row, ... */
     int64_t pitch;     /* ... and bytes from one new row to the next */
     int64_t slots, D, count;
     const int32_t *sources, *destinations;
@@ -126,7 +126,7 @@ template <bool MANY> DEVICE void store_moves(const row_moves *moves, block_share
         if (i < moves->slots) {
             copy_row(to, source_of(moves, i), h2o_row_bytes(moves->rows.type, moves->D));
         } else {
-            const element_ref row = {source_of(moves, i), moves->first.type, moves->first.stride};
+            const row_ref row = {source_of(moves, i), moves->first.type, moves->first.stride};
             if (MANY && moves->D <= CUDA_DEPTH) {
                 store_loaded<CUDA_DEPTH>(to, moves->rows.type, row, moves->D);
             } else {

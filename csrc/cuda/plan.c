@@ -99,7 +99,7 @@ static void plan_attend(const h2o_attend_params *params, cuda_plan *plan) {
                         .counted = counted_parts(&params->dims, S),
                         .depth = CUDA_DEPTH};
     add_launch(plan, PREPARE, params, sizeof *params, params->dims.B, 1, 1, EVICT_THREADS,
-               cuda_select_shared());
+               SELECT_SHARED);
     add_attention(plan, params);
 }
 
@@ -107,8 +107,7 @@ static void plan_evict(const h2o_evict_params *params, cuda_plan *plan) {
     const h2o_dims *const d = &params->dims;
     const evict_layout at = cuda_evict_call(params);
     *plan = (cuda_plan){.workspace = at.bytes, .counted = at.counted, .depth = CUDA_WIDE};
-    add_launch(plan, EVICT, params, sizeof *params, d->G, d->B, 1, EVICT_THREADS,
-               cuda_select_shared());
+    add_launch(plan, EVICT, params, sizeof *params, d->G, d->B, 1, EVICT_THREADS, SELECT_SHARED);
     add_launch(plan, MOVE, params, sizeof *params, 2 * cuda_move_blocks(params), d->G, d->B,
                MOVE_THREADS, 0);
 }
@@ -180,10 +179,10 @@ static void plan_simulate(const h2o_simulate_params *params, cuda_plan *plan) {
                         .depth = CUDA_DEPTH};
     plan->dense = h2o_dense_part(params);
     add_launch(plan, SIMULATE_PREPARE, params, sizeof *params, d->B, 1, 1, EVICT_THREADS,
-               cuda_select_shared());
+               SELECT_SHARED);
     add_attention(plan, &plan->dense);
     add_launch(plan, SIMULATE_OPEN, params, sizeof *params, d->G, d->B, 1, EVICT_THREADS,
-               cuda_select_shared());
+               SELECT_SHARED);
     add_windows(plan, params);
 }
 

@@ -18,6 +18,8 @@ typedef struct {
     int32_t nth;    /* counted among the integers with these digits */
 } select_buffer;
 
+static_assert(sizeof(select_buffer) <= SELECT_SHARED);
+
 /* Calls use(i, read(i)) for each i < n of this thread, in order. If there are many, SELECT_LOADS
  * are read before the first is used: `read` must only load, without branches, and leave the rest to
  * `use`. Past the end it reads the thread's first i again, which no other thread writes. */

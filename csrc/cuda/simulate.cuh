@@ -15,39 +15,29 @@
 
 /* Grid: B. */
 KERNEL(h2o_cuda_simulate_prepare, h2o_simulate_params) {
-    DYN_SHARED(shared);
     prepare_row(&params.mask, &params.dims, params.policy.decay, blockIdx.x,
-                dense_tokens(&params, blockIdx.x), 0, workspace, (select_buffer *)shared);
+                dense_tokens(&params, blockIdx.x), 0, workspace, (select_buffer *)dynamic_shared);
 }
-EXPORT_KERNEL(h2o_cuda_simulate_prepare, h2o_simulate_params)
 
 /* Grid: G, B. */
 KERNEL(h2o_cuda_simulate_open, h2o_simulate_params) {
-    DYN_SHARED(shared);
-    open_windows(&params, workspace, (select_buffer *)shared);
+    open_windows(&params, workspace, (select_buffer *)dynamic_shared);
 }
-EXPORT_KERNEL(h2o_cuda_simulate_open, h2o_simulate_params)
 
 /* Grid: G, B. */
 BOUNDED_KERNEL(h2o_cuda_simulate_rows, h2o_simulate_params, WINDOW_THREADS, 1) {
-    DYN_SHARED(shared);
-    window_rows(&params, workspace, (window_buffer *)shared);
+    window_rows(&params, workspace, (window_buffer *)dynamic_shared);
 }
-EXPORT_KERNEL(h2o_cuda_simulate_rows, h2o_simulate_params)
 
 /* Grid of logits: blocks that share the tiles of a head, G, B. Grid of values: tiles times parts of
  * the cells, G, B. */
 #define DEFINE_WINDOW(kind, buffer, logits, values)                                                \
     KERNEL(h2o_cuda_simulate_logits##kind, h2o_simulate_params) {                                  \
-        DYN_SHARED(shared);                                                                        \
-        logits(&params, workspace, (buffer *)shared);                                              \
+        logits(&params, workspace, (buffer *)dynamic_shared);                                      \
     }                                                                                              \
-    EXPORT_KERNEL(h2o_cuda_simulate_logits##kind, h2o_simulate_params)                             \
     KERNEL(h2o_cuda_simulate_values##kind, h2o_simulate_params) {                                  \
-        DYN_SHARED(shared);                                                                        \
-        values(&params, workspace, (buffer *)shared);                                              \
-    }                                                                                              \
-    EXPORT_KERNEL(h2o_cuda_simulate_values##kind, h2o_simulate_params)
+        values(&params, workspace, (buffer *)dynamic_shared);                                      \
+    }
 
 DEFINE_WINDOW(, window_buffers, window_logits, window_values)
 DEFINE_WINDOW(_f16, window_matrices, window_logits_matrix<H2O_F16>, window_values_matrix<H2O_F16>)

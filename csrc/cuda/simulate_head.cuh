@@ -26,8 +26,6 @@ typedef struct {
     const int32_t *columns; /* [tokens] */
     h2o_head head;
     slot_store store;
-    double *evicted_score;
-    int32_t *free_slot;
 } simulate_head;
 
 /* The head's store has no rows: keys and values are read from the tensors. */
@@ -49,9 +47,6 @@ DEVICE simulate_head open_head(const h2o_simulate_params *p, const simulate_layo
     store->scores = (float *)(workspace + at->scores) + first;
     store->positions = (int32_t *)(workspace + at->positions) + first;
     if (p->policy.value_weighted) store->norms = (float *)(workspace + at->norms) + first;
-    store->slots = h.head.slots;
-    h.evicted_score = (double *)(workspace + at->evicted_score) + h.index;
-    h.free_slot = (int32_t *)(workspace + at->next_slot) + h.index;
     return h;
 }
 
@@ -64,9 +59,9 @@ DEVICE float *final_score(const simulate_head *h, int64_t column) {
 }
 
 /* Records that a key is evicted after the token at position `after`. */
-DEVICE void record_eviction(const simulate_head *h, h2o_eviction evicted, int64_t after) {
-    const int64_t column = h->columns[evicted.position];
-    *final_score(h, column) = evicted.score;
+DEVICE void record_eviction(const simulate_head *h, int32_t position, float score, int64_t after) {
+    const int64_t column = h->columns[position];
+    *final_score(h, column) = score;
     *evicted_at(h, column) = h->columns[after] + 1;
 }
 
@@ -91,7 +86,6 @@ DEVICE void clear_head(const simulate_head *h) {
         h->store.norms[s] = 0.0f;
     }
     clear_slots(&h->store, 0, h->head.slots);
-    if (threadIdx.x == 0) *h->evicted_score = 0.0;
     sync_block();
 }
 
@@ -101,21 +95,10 @@ DEVICE void prune_prompt(const simulate_head *h, const simulate_layout *at, char
     const h2o_simulate_params *const p = h->p;
     const slot_store *const store = &h->store;
     const evict_layout evict = cuda_evict_layout(&p->dims, at->slots, &p->policy);
-    evict_item item = {};
-    item.policy = &p->policy;
-    item.keys = &p->keys;
-    item.values = &p->values;
-    item.scores = &p->scores;
-    item.mask = &p->mask;
-    item.b = h->b;
-    item.g = h->g;
-    item.Q = p->dims.Q;
-    item.D = p->dims.D;
+    evict_item item = open_new(p, h->b, h->g);
     item.tokens = h->dense;
     item.head = h->head;
     item.store = *store;
-    item.evicted_score = h->evicted_score;
-    item.free_slot = h->free_slot;
     item.rows_wait = true;
     item.buffer = buffer;
     lay_out_workspace(&item, &evict, workspace + at->evict, h->index);

@@ -36,7 +36,7 @@ DEVICE void clear_outputs(const h2o_step_params *p, int64_t b, int64_t g) {
     const int64_t R = p->dims.R, D = p->dims.D;
     NO_UNROLL
     for (int64_t i = threadIdx.x; i < R * D; i += STEP_THREADS)
-        set_element(row_of(&p->out, b, 0, g * R + i / D), i % D, 0.0f);
+        set_element(tensor_row(&p->out, b, 0, g * R + i / D), i % D, 0.0f);
 }
 
 /* The item that one thread has opened. Other threads need not open it again, and fields that only
@@ -84,10 +84,8 @@ DEVICE void step_any(const h2o_step_params *p, char *workspace, unsigned char *s
 }
 
 BOUNDED_KERNEL(h2o_cuda_step, h2o_step_params, STEP_THREADS, 3) {
-    DYN_SHARED(shared);
-    step_any(&params, workspace, shared, 0, true);
+    step_any(&params, workspace, dynamic_shared, 0, true);
 }
-EXPORT_KERNEL(h2o_cuda_step, h2o_step_params)
 
 /* For rows that tensor cores can multiply; before 8.0 they cannot multiply bfloat16. */
 template <int DEPTH, h2o_dtype TYPE, bool BYTES>
@@ -104,10 +102,8 @@ DEVICE void step_matrices(const h2o_step_params *p, char *workspace, unsigned ch
 
 #define DEFINE_STEP(name, TYPE, depth, bytes, blocks)                                              \
     BOUNDED_KERNEL(h2o_cuda_step_##name##_##depth, h2o_step_params, STEP_THREADS, blocks) {        \
-        DYN_SHARED(shared);                                                                        \
-        step_matrices<depth, TYPE, bytes>(&params, workspace, shared);                             \
-    }                                                                                              \
-    EXPORT_KERNEL(h2o_cuda_step_##name##_##depth, h2o_step_params)
+        step_matrices<depth, TYPE, bytes>(&params, workspace, dynamic_shared);                     \
+    }
 
 DEFINE_STEP(f16, H2O_F16, 64, false, 3)
 DEFINE_STEP(f16, H2O_F16, 128, false, 3)

@@ -36,13 +36,13 @@ DEVICE step_softmax combine_parts(const step_item *item, float *shared) {
         }
         UNROLL
         for (int k = 0; k < EACH; k++) row_max = fmaxf(row_max, part_max[k]);
-        row_max = warp_max(row_max);
+        row_max = max_of_lanes(row_max);
         UNROLL
         for (int k = 0; k < EACH; k++) {
             part_max[k] = exponential(part_max[k], row_max);
             if (lane + 32 * k < item->parts) row_sum = fmaf(part_max[k], part_sum[k], row_sum);
         }
-        row_sum = warp_sum(row_sum) + exponential(sink, row_max);
+        row_sum = sum_of_lanes(row_sum) + exponential(sink, row_max);
         const float inverse = 1.0f / row_sum;
         UNROLL
         for (int k = 0; k < EACH; k++) {
@@ -52,13 +52,6 @@ DEVICE step_softmax combine_parts(const step_item *item, float *shared) {
         if (lane == 0) softmax.rows[r] = softmax_row{row_max, inverse};
     }
     return softmax;
-}
-
-/* Writes x as element d of head r of the group. */
-DEVICE void write_output(const step_item *item, int64_t r, int64_t d, float x) {
-    element_ref row = item->out;
-    row.data += r * item->out_stride;
-    set_element(row, d, x);
 }
 
 /* out [R, D] = sum of the parts' products with the values, rescaled. A thread reads OUTPUTS
@@ -97,7 +90,10 @@ template <int OUTPUTS> DEVICE void step_outputs(const step_item *item, const flo
         }
         UNROLL
         for (int i = 0; i < OUTPUTS; i++) {
-            if (first + i * STEP_THREADS < size) write_output(item, r[i], at[i] - r[i] * D, sum[i]);
+            if (first + i * STEP_THREADS >= size) continue;
+            row_ref out = item->out;
+            out.data += r[i] * item->out_stride;
+            set_element(out, at[i] - r[i] * D, sum[i]);
         }
     }
 }
@@ -197,13 +193,23 @@ DEVICE h2o_candidate step_scores(const step_item *item, const h2o_ranking *ranki
     return block_candidate<THREADS>(worst, warps);
 }
 
-/* Empties the slot if the head exceeds its budget, and makes it the free one. Returns the evicted
- * key; position -1 if there is none. */
-DEVICE h2o_eviction step_evict(const step_item *item, const h2o_ranking *ranking, int64_t slot) {
+/* An evicted key; position -1 means that none was evicted. */
+typedef struct {
+    int32_t position;
+    float score;
+} step_eviction;
+
+/* Whether the head exceeds its budget. */
+DEVICE bool evicts_key(const step_item *item, const h2o_ranking *ranking) {
+    return item->head.held >= ranking->budget;
+}
+
+/* Empties the slot if the head exceeds its budget. Returns the evicted key. */
+DEVICE step_eviction step_evict(const step_item *item, const h2o_ranking *ranking, int64_t slot) {
     const slot_store *const store = &item->store;
-    const bool evicts = item->head.held >= ranking->budget;
-    h2o_eviction eviction = {-1, 0.0f};
-    if (evicts) eviction = h2o_eviction{store->positions[slot], store->scores[slot]};
+    const bool evicts = evicts_key(item, ranking);
+    step_eviction eviction = {-1, 0.0f};
+    if (evicts) eviction = step_eviction{store->positions[slot], store->scores[slot]};
     TAKEN(step_evicts_none, !evicts);
     const int32_t rank = evicts && item->ranks ? item->ranks[slot] : 0;
     sync_block(); /* all threads have read what is changed below */
@@ -212,14 +218,10 @@ DEVICE h2o_eviction step_evict(const step_item *item, const h2o_ranking *ranking
         TAKEN(step_lowers_ranks, s != slot && item->ranks[s] > rank);
         if (s != slot && item->ranks[s] > rank) item->ranks[s]--;
     }
-    if (threadIdx.x == 0) {
-        if (evicts) {
-            *item->evicted_score += (double)eviction.score;
-            store->scores[slot] = 0.0f;
-            store->positions[slot] = -1;
-            if (item->ranks) item->ranks[slot] = -1;
-        }
-        *item->free_slot = (int32_t)(evicts ? slot : item->slots);
+    if (threadIdx.x == 0 && evicts) {
+        store->scores[slot] = 0.0f;
+        store->positions[slot] = -1;
+        if (item->ranks) item->ranks[slot] = -1;
     }
     return eviction;
 }
@@ -247,7 +249,11 @@ template <typename OPEN> DEVICE void step_finish(OPEN open, float *shared, char 
     }
     const step_item item = open();
     const h2o_ranking ranking = ranking_of(&item);
-    step_evict(&item, &ranking, worst.index);
+    const step_eviction evicted = step_evict(&item, &ranking, worst.index);
+    const bool evicts = evicts_key(&item, &ranking);
+    if (threadIdx.x != 0) return;
+    if (evicts) *item.evicted_score += (double)evicted.score;
+    *item.free_slot = (int32_t)(evicts ? worst.index : item.slots);
 }
 
 #endif

@@ -6,7 +6,7 @@
 #ifndef H2O_CUDA_STEP_ITEM_CUH
 #define H2O_CUDA_STEP_ITEM_CUH
 
-#include "team.cuh"
+#include "counts.cuh"
 
 /* One key/value head of one row in a step. */
 typedef struct {
@@ -16,7 +16,7 @@ typedef struct {
     float scale, softcap;
     const h2o_view *sink_logits;
     int64_t first_head;                 /* of the group */
-    element_ref query, key, value, out; /* query, out: of the group's first head, ... */
+    row_ref query, key, value, out;     /* query, out: of the group's first head, ... */
     int64_t query_stride, out_stride;   /* ... and bytes from one head to the next */
     int32_t *ranks;
     h2o_head head;
@@ -50,15 +50,15 @@ DEVICE step_item open_step(const h2o_step_params *p, char *workspace, int64_t b,
     const step_layout at = cuda_step_layout(p);
     const int64_t R = p->dims.R, D = p->dims.D, head_index = b * p->dims.G + g;
     step_item item = open_group(p, g);
-    item.query = row_of(&p->query, b, g * R, 0);
-    item.key = row_of(&p->key, b, g, 0);
-    item.value = row_of(&p->value, b, g, 0);
-    item.out = row_of(&p->out, b, 0, g * R);
+    item.query = tensor_row(&p->query, b, g * R, 0);
+    item.key = tensor_row(&p->key, b, g, 0);
+    item.value = tensor_row(&p->value, b, g, 0);
+    item.out = tensor_row(&p->out, b, 0, g * R);
     item.head = read_extent(&p->slots, b, g);
     const int64_t row = item.head.row;
     item.length = read_length(&p->slots.seen_tokens, row, 1);
-    read_head(&p->slots, g, &p->policy, item.length, &item.head);
-    item.head.held = lower(item.head.held, item.head.slots - 1);
+    read_budget(&p->slots.budget, row, g, &p->policy, &item.head);
+    item.head.held = lower(h2o_policy_held(item.head.budget, item.length), item.head.slots - 1);
     if (h2o_given(&p->rotary.table)) {
         item.rotary = &p->rotary;
         item.ranks = (int32_t *)h2o_at(&p->rotary.ranks, row, item.head.offset, 0);
@@ -99,7 +99,7 @@ template <int DEPTH> DEVICE void store_token(const step_item *item) {
     const int warp = threadIdx.x / 32;
     if (warp == 0 || (warp == 1 && !store_is_shared(store))) {
         const slot_rows rows = warp == 0 ? store->keys : store->values;
-        const element_ref from = warp == 0 ? item->key : item->value;
+        const row_ref from = warp == 0 ? item->key : item->value;
         char *const row = slot_row(&rows, slot);
         if constexpr (DEPTH == 0) store_row(row, rows.type, from, item->D);
         if constexpr (DEPTH != 0) store_loaded<DEPTH>(row, rows.type, from, item->D);

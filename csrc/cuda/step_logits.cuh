@@ -12,6 +12,38 @@
 #include "logits.cuh"
 #include "step_item.cuh"
 
+/* ---- Teams --------------------------------------------------------------- */
+
+/* A team is TEAM adjacent threads of a warp that compute dot products of one row together: each
+ * reads every TEAM-th run of the row, and shuffles add up the partial sums. */
+DEVICE int team_of_thread(void) { return threadIdx.x / TEAM; }
+DEVICE int index_in_team(void) { return threadIdx.x % TEAM; }
+
+/* The dot products of N rows with COUNT vectors, `pitch` floats apart, the same in all threads of a
+ * team. load(d, x) must read elements d..d+RUN-1 of each row. All threads of a warp must take part. */
+template <int N, int COUNT, typename LOAD>
+DEVICE void row_dots(int64_t D, const float *vectors, int64_t pitch, LOAD load,
+                     float (*sum)[COUNT]) {
+    UNROLL
+    for (int i = 0; i < N * COUNT; i++) sum[i / COUNT][i % COUNT] = 0.0f;
+    for (int64_t d = index_in_team() * RUN; d < D; d += TEAM * RUN) {
+        float x[N][RUN];
+        load(d, x);
+        UNROLL
+        for (int i = 0; i < N * COUNT; i++) {
+            const float *const v = vectors + i % COUNT * pitch + d;
+            float *const to = &sum[i / COUNT][i % COUNT];
+            UNROLL
+            for (int j = 0; j < RUN; j++) *to = fmaf(x[i / COUNT][j], v[j], *to);
+        }
+    }
+    UNROLL
+    for (int i = 0; i < N * COUNT; i++) {
+        float *const partial = &sum[i / COUNT][i % COUNT];
+        *partial = sum_of_lanes<TEAM>(*partial);
+    }
+}
+
 /* ---- Rotary embedding ---------------------------------------------------- */
 
 /* Loads elements d..d+RUN-1 of a row with the rotary embedding of a rank. row(i) is element i
@@ -32,18 +64,6 @@ DEVICE void load_rotated(const ROW &row, const h2o_rotary *rotary, int64_t rank,
     }
 }
 
-struct stored_elements {
-    const char *data;
-    h2o_dtype type;
-    int64_t D;
-    DEVICE_METHOD float operator()(int64_t d) const { return stored_element(data, type, d, D); }
-};
-
-struct strided_elements {
-    element_ref row;
-    DEVICE_METHOD float operator()(int64_t d) const { return element_of(row, d); }
-};
-
 /* ---- Queries and logits -------------------------------------------------- */
 
 /* Loads STEP_HEADS query heads from r of the group on as floats; 0 past the last head. */
@@ -52,11 +72,12 @@ DEVICE void load_queries(const step_item *item, int64_t r, float *query) {
     NO_UNROLL
     for (int64_t i = threadIdx.x; i < STEP_HEADS * runs; i += STEP_THREADS) {
         const int64_t head = r + i / runs, d = i % runs * RUN;
-        element_ref row = item->query;
+        row_ref row = item->query;
         row.data += (head < item->R ? head : r) * item->query_stride;
         float x[RUN];
         if (item->rotary) {
-            load_rotated(strided_elements{row}, item->rotary, item->head.held, d, item->D, x);
+            const auto element = [=](int64_t e) { return element_of(row, e); };
+            load_rotated(element, item->rotary, item->head.held, d, item->D, x);
         } else {
             load_strided(row, d, item->D, x);
         }
@@ -119,7 +140,8 @@ DEVICE void part_logits(const step_item *item, int64_t r, int64_t begin, int64_t
     }
     const int64_t P = item->rotary->table.shape[0];
     logits_by<1>(item, r, begin, end, [&](const int64_t *slot, float (*sum)[STEP_HEADS]) {
-        const stored_elements key = {slot_row(keys, *slot), keys->type, item->D};
+        const char *const row = slot_row(keys, *slot);
+        const auto key = [=](int64_t e) { return stored_element(row, keys->type, e, item->D); };
         const int64_t stored = item->ranks[*slot], rank = stored >= 0 && stored < P ? stored : 0;
         const auto load = [&](int64_t d, float (*x)[RUN]) {
             load_rotated(key, item->rotary, rank, d, item->D, *x);

@@ -115,19 +115,19 @@ template <int DEPTH, h2o_dtype TYPE> struct q8_keys {
 
     /* The lanes of slot 8 n + row are 4 * row and the next three. */
     DEVICE_METHOD float scale(int k) const {
-        return f16_to_float(
+        return float_from_f16(
             (uint16_t)shfl((uint32_t)bytes[k / 2].scale, 4 * (lane_column() + k % 2)));
     }
 };
 
-/* A lane's values are 8 bytes of each 64. */
+/* A lane's values are RUN adjacent ones of each 64. */
 template <int DEPTH, h2o_dtype TYPE> struct q8_values {
     enum { APART = 1 };
     q8_bytes<DEPTH, RUN> bytes[4];
     q8_lateness late[2];
     uint32_t scales[2]; /* float16: scales of two slots each */
 
-    DEVICE_METHOD static int output_of(int i) { return run_output(i); }
+    DEVICE_METHOD static int output_of(int i) { return i / 4 * 64 + lane_row() * RUN + i % 4 * 2; }
 
     DEVICE_METHOD void load(const step_item *item, int first, int end) {
         const tile_rows rows = values_of_tile(item, first, end);
@@ -146,7 +146,7 @@ template <int DEPTH, h2o_dtype TYPE> struct q8_values {
         const uint16_t largest = 0x6007; /* 127 times it is below the largest float16 */
         UNROLL
         for (int k = 0; k < 4; k++) {
-            if (TYPE != H2O_F16) x[k] *= f16_to_float(bytes[k].scale);
+            if (TYPE != H2O_F16) x[k] *= float_from_f16(bytes[k].scale);
             if (TYPE == H2O_F16 && k % 2 == 0)
                 scales[k / 2] = fitting_pair(bytes[k].scale, bytes[k + 1].scale, largest);
         }
@@ -209,8 +209,8 @@ template <int DEPTH, h2o_dtype TYPE> struct q4_values {
         }
         UNROLL
         for (int k = 0; k < 4; k++) {
-            scale[k] = 16.0f * f16_to_float((uint16_t)scale_minimum[k]);
-            minimum[k] = f16_to_float((uint16_t)(scale_minimum[k] >> 16)) - scale[k];
+            scale[k] = 16.0f * float_from_f16((uint16_t)scale_minimum[k]);
+            minimum[k] = float_from_f16((uint16_t)(scale_minimum[k] >> 16)) - scale[k];
         }
     }
 

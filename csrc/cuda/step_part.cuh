@@ -38,9 +38,9 @@ DEVICE void part_softmax(const step_item *item, int64_t part, int64_t begin, int
         const float *const logits = item->logits + r * item->head.slots;
         float row_max = -INFINITY, row_sum = 0.0f;
         each_logit(logits, begin + lane, end, [&](float x) { row_max = fmaxf(row_max, x); });
-        row_max = warp_max(row_max);
+        row_max = max_of_lanes(row_max);
         each_logit(logits, begin + lane, end, [&](float x) { row_sum += exponential(x, row_max); });
-        row_sum = warp_sum(row_sum);
+        row_sum = sum_of_lanes(row_sum);
         if (lane == 0) {
             item->row_max[part * item->R + r] = row_max;
             item->row_sum[part * item->R + r] = row_sum;

@@ -100,7 +100,4 @@ DEVICE tile_rows values_of_tile(const step_item *item, int first, int end) {
     return rows_of_tile(item, &item->store.values, first, end);
 }
 
-/* If a lane's values are RUN adjacent ones of each 64: the first of the i-th two. */
-DEVICE int run_output(int i) { return i / 4 * 64 + lane_row() * RUN + i % 4 * 2; }
-
 #endif

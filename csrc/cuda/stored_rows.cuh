@@ -20,7 +20,6 @@
 #include "elements.cuh"
 
 #include "../quantize.h"
-#include "../store.h"
 
 DEVICE void store_half(char *p, uint16_t h) { memcpy(p, &h, sizeof h); }
 
@@ -53,7 +52,7 @@ struct float_rows {
         return load_float(row + d * h2o_dtype_size(type), type);
     }
 
-    DEVICE_METHOD void store(char *row, element_ref from, int64_t D) const {
+    DEVICE_METHOD void store(char *row, row_ref from, int64_t D) const {
         const int64_t step = from.stride * h2o_dtype_size(type);
         NO_UNROLL
         for (int64_t d = threadIdx.x % 32; d < D; d += 32) {
@@ -107,7 +106,7 @@ struct q8_rows {
         load_halves<N, 1>(scales, half);
         numbers<N>(row, d, D, x);
         UNROLL
-        for (int i = 0; i < N; i++) scale[i] = f16_to_float(half[i][0]);
+        for (int i = 0; i < N; i++) scale[i] = float_from_f16(half[i][0]);
         UNROLL
         for (int i = 0; i < N * RUN; i++) {
             const int e = i % RUN;
@@ -119,7 +118,7 @@ struct q8_rows {
         return scale(row, D) * (float)(int8_t)row[d];
     }
 
-    /* ROW: an element_ref or lane_elements. */
+    /* ROW: an row_ref or lane_elements. */
     template <typename ROW> DEVICE_METHOD void store(char *row, ROW from, int64_t D) const {
         float high = 0.0f;
         bool finite = true;
@@ -127,7 +126,7 @@ struct q8_rows {
             finite = finite && x - x == 0.0f;
             high = fmaxf(high, fabsf(x));
         });
-        const quantizer q = q8_quantizer(warp_max(high), warp_all(finite));
+        const quantizer q = q8_quantizer(max_of_lanes(high), warp_all(finite));
         each_element(from, D,
                      [&](int64_t d, float x) { row[d] = (char)(int8_t)q8_quantized(q, x); });
         if (threadIdx.x % 32 == 0) store_half(row + D, q.scale);
@@ -154,8 +153,8 @@ struct q4_rows {
         load_halves<N, 2>(scales, half);
         UNROLL
         for (int i = 0; i < N; i++) {
-            scale[i] = f16_to_float(half[i][0]);
-            minimum[i] = f16_to_float(half[i][1]);
+            scale[i] = float_from_f16(half[i][0]);
+            minimum[i] = float_from_f16(half[i][1]);
         }
         UNROLL
         for (int i = 0; i < N * WORDS; i++)
@@ -170,7 +169,8 @@ struct q4_rows {
         static_assert(H2O_GROUP == 32);
         const int lane = threadIdx.x % 32;
         each_element(from, D, [&](int64_t d, float x) {
-            const quantizer q = q4_quantizer(-warp_max(-x), warp_max(x), warp_all(x - x == 0.0f));
+            const quantizer q =
+                q4_quantizer(-max_of_lanes(-x), max_of_lanes(x), warp_all(x - x == 0.0f));
             const int32_t low = q4_quantized(q, x), high = shfl_xor(low, 16);
             char *const scale_minimum = row + q4_scale(d, D);
             if (lane < 16) row[q4_elements(d) + lane] = (char)(low | high << 4);
@@ -199,10 +199,6 @@ DEVICE void load_rows(const char *const row[N], h2o_dtype type, int64_t d, int64
     by_stored_dtype(type, [&](auto rows) { rows.template load<N>(row, d, D, x); });
 }
 
-DEVICE void load_stored(const char *row, h2o_dtype type, int64_t d, int64_t D, float x[RUN]) {
-    load_rows<1>(&row, type, d, D, (float (*)[RUN])x);
-}
-
 DEVICE float stored_element(const char *row, h2o_dtype type, int64_t d, int64_t D) {
     return by_stored_dtype(type, [&](auto rows) {
         if constexpr (decltype(rows)::ROTATES != 0) {
@@ -214,22 +210,22 @@ DEVICE float stored_element(const char *row, h2o_dtype type, int64_t d, int64_t 
 }
 
 /* Loads elements d..d+RUN-1 of a tensor's row, at any stride. */
-DEVICE void load_strided(element_ref row, int64_t d, int64_t D, float x[RUN]) {
+DEVICE void load_strided(row_ref row, int64_t d, int64_t D, float x[RUN]) {
     if (row.stride == 1) {
-        load_stored(row.data, row.type, d, D, x);
+        load_rows<1>(&row.data, row.type, d, D, (float (*)[RUN])x);
         return;
     }
     UNROLL
     for (int i = 0; i < RUN; i++) x[i] = d + i < D ? element_of(row, d + i) : 0.0f;
 }
 
-DEVICE void store_row(char *row, h2o_dtype stored, element_ref from, int64_t D) {
+DEVICE void store_row(char *row, h2o_dtype stored, row_ref from, int64_t D) {
     by_stored_dtype(stored, [&](auto rows) { rows.store(row, from, D); });
 }
 
 /* The same for at most DEPTH elements, all of which are loaded before the first is stored. */
 template <int DEPTH>
-DEVICE void store_loaded(char *row, h2o_dtype stored, element_ref from, int64_t D) {
+DEVICE void store_loaded(char *row, h2o_dtype stored, row_ref from, int64_t D) {
     if (h2o_row_is_quantized(stored)) {
         const lane_elements<DEPTH> elements = load_lane<DEPTH>(from, D);
         by_stored_dtype<false>(stored, [&](auto rows) { rows.store(row, elements, D); });
@@ -244,11 +240,11 @@ DEVICE void store_loaded(char *row, h2o_dtype stored, element_ref from, int64_t 
     }
 }
 
-/* The L2 norm of a row (an element_ref or lane_elements), the same in all lanes. */
+/* The L2 norm of a row (an row_ref or lane_elements), the same in all lanes. */
 template <typename ROW> DEVICE float norm_of(ROW row, int64_t D) {
     float sum = 0.0f;
     each_element(row, D, [&](int64_t, float x) { sum = fmaf(x, x, sum); });
-    return sqrtf(warp_sum(sum));
+    return sqrtf(sum_of_lanes(sum));
 }
 
 #endif

@@ -25,8 +25,8 @@ DEVICE void add_column_sums(const attend_item *item, bool stored, int64_t first,
                             float sum[THREAD_ROWS]) {
     const int row = threadIdx.x / ROW_THREADS * THREAD_ROWS, column = threadIdx.x % ROW_THREADS;
     const h2o_attend_params *const p = item->p;
-    float dots[THREAD_ROWS][THREAD_COLUMNS];
-    tile_dots<DEPTH>(buffer->rows, buffer->columns, row, column, dots);
+    float dots[THREAD_ROWS][THREAD_COLUMNS] = {};
+    add_tile_dots<DEPTH>(buffer->rows, buffer->columns, row, column, dots);
     UNROLL
     for (int j = 0; j < THREAD_COLUMNS; j++) {
         const int64_t token = query + column + j * ROW_THREADS;
@@ -171,7 +171,7 @@ DEVICE void sums_block(const h2o_attend_params *p, char *workspace, unsigned cha
             for (int i = 0; i < THREAD_ROWS; i++) {
                 const float column_sum = h2o_scores_largest(&p->policy)
                                              ? largest_of_lanes<ROW_THREADS>(sum[i])
-                                             : row_threads_sum(sum[i]);
+                                             : sum_of_lanes<ROW_THREADS>(sum[i]);
                 if (column == 0 && buffer->is_key[row + i])
                     column_sums(&item, &share, share.part, stored, first)[row + i] = column_sum;
             }

@@ -84,7 +84,7 @@ DEVICE void choose_cells(const simulate_head *h, int64_t first, int64_t W, int32
         const int32_t cell = new_cells[i];
         float norm = 0.0f;
         if (store->norms)
-            norm = norm_of(row_of(&p->values, h->b, h->g, h->columns[first + i]), p->dims.D);
+            norm = norm_of(tensor_row(&p->values, h->b, h->g, h->columns[first + i]), p->dims.D);
         if (threadIdx.x % 32 != 0) continue;
         if (store->norms) store->norms[cell] = norm;
         tokens[cell] = (int32_t)(first + i);

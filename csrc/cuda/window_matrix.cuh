@@ -21,7 +21,7 @@ template <int DEPTH, typename AT>
 DEVICE void fetch_rows(uint16_t (*tile)[DEPTH], int64_t d, int64_t D, AT at) {
     const int runs = DEPTH / RUN, step = ATTEND_THREADS / runs;
     const int top = threadIdx.x / runs, run = threadIdx.x % runs * RUN;
-    element_ref row[WINDOW_FETCHED];
+    row_ref row[WINDOW_FETCHED];
     at(top, step, row);
     UNROLL
     for (int k = 0; k < WINDOW_FETCHED; k++) {
@@ -41,7 +41,7 @@ DEVICE void fetch_rows(uint16_t (*tile)[DEPTH], int64_t d, int64_t D, AT at) {
 template <int DEPTH>
 DEVICE void fetch_cells(uint16_t (*tile)[DEPTH], const text_window *w, const token_rows *rows,
                         int64_t first, int64_t d) {
-    fetch_rows<DEPTH>(tile, d, w->head.p->dims.D, [&](int top, int step, element_ref *row) {
+    fetch_rows<DEPTH>(tile, d, w->head.p->dims.D, [&](int top, int step, row_ref *row) {
         int64_t token[WINDOW_FETCHED];
         const char *data[WINDOW_FETCHED];
         find_cells<WINDOW_FETCHED>(w, rows, first + top, step, token, data);
@@ -63,7 +63,7 @@ DEVICE void logits_matrix(const text_window *w, const token_rows *keys, int64_t 
     float c[window_matrices::COLUMNS / 8][4] = {};
     for (int64_t d = 0; d < D; d += WINDOW_DEPTH) {
         sync_block(); /* all threads are done with the previous tile */
-        fetch_rows<WINDOW_DEPTH>(buffer->rows, d, D, [&](int top, int step, element_ref *row) {
+        fetch_rows<WINDOW_DEPTH>(buffer->rows, d, D, [&](int top, int step, row_ref *row) {
             UNROLL
             for (int k = 0; k < WINDOW_FETCHED; k++)
                 row[k] = query_row(w, first_row + top + k * step, 0);

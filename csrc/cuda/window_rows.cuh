@@ -16,18 +16,12 @@ enum { WINDOW_WARPS = WINDOW_THREADS / 32 };
 /* Shared memory, followed by a softmax_part for each of R heads, then for each head and warp. */
 typedef struct {
     h2o_candidate candidates[WINDOW_WARPS];
-    h2o_eviction evictions[WINDOW_MOST];
+    step_eviction evictions[WINDOW_MOST];
     int32_t cells[WINDOW_MOST];
-    double evicted_score; /* not used */
-    int32_t free_slot;
     select_buffer select;
 } window_buffer;
 
 static_assert(sizeof(window_buffer) <= WINDOW_KEPT);
-
-DEVICE softmax_part *softmax_of(window_buffer *buffer) {
-    return (softmax_part *)((char *)buffer + WINDOW_KEPT);
-}
 
 /* Copies the state of the cells to shared memory if that has room. Returns where a row of logits
  * fits after it, or NULL. */
@@ -67,8 +61,8 @@ DEVICE float rescaled(softmax_part part, float max) {
 }
 
 DEVICE softmax_part warp_softmax(softmax_part part) {
-    const float max = warp_max(part.max);
-    return softmax_part{max, warp_sum(rescaled(part, max))};
+    const float max = max_of_lanes(part.max);
+    return softmax_part{max, sum_of_lanes(rescaled(part, max))};
 }
 
 /* A thread's part of the softmax of STEP_HEADS heads from r of the group on; x: rows of logits. */
@@ -180,13 +174,11 @@ DEVICE void weigh_cells(const text_window *w, float *x, const softmax_part *soft
 }
 
 /* Fills in what step_scores and step_evict need of a head. */
-DEVICE step_item open_rows(const text_window *w, window_buffer *buffer) {
+DEVICE step_item open_rows(const text_window *w) {
     step_item item = open_group(w->head.p, w->head.g);
     item.head = w->head.head;
     item.store = w->head.store;
     item.slots = w->head.head.slots;
-    item.evicted_score = &buffer->evicted_score;
-    item.free_slot = &buffer->free_slot;
     return item;
 }
 
@@ -202,7 +194,7 @@ DEVICE void window_row(const text_window *w, step_item *item, h2o_ranking *ranki
                        window_buffer *buffer) {
     const int64_t position = w->first + i;
     float *const x = w->logits + i * item->R * w->ld;
-    softmax_part *const softmax = softmax_of(buffer);
+    softmax_part *const softmax = (softmax_part *)((char *)buffer + WINDOW_KEPT);
     row_softmax(w, i, x, softmax);
     h2o_policy_advance(ranking, item->head.recent, position + 1);
     item->head.held = h2o_policy_held(item->head.budget, position);
@@ -211,7 +203,7 @@ DEVICE void window_row(const text_window *w, step_item *item, h2o_ranking *ranki
         [&](const int32_t *cell, const int32_t *held, int64_t r, float *sum) {
             weigh_cells(w, x, softmax, cell, held, r, sum);
         });
-    const h2o_eviction evicted = step_evict(item, ranking, worst.index);
+    const step_eviction evicted = step_evict(item, ranking, worst.index);
     if (threadIdx.x == 0) {
         buffer->evictions[i] = evicted;
         hold_key(w, buffer, i + 1);
@@ -230,17 +222,19 @@ DEVICE void window_rows(const h2o_simulate_params *p, char *workspace, window_bu
     sync_block();
     if (threadIdx.x == 0) {
         *w.windows = (int32_t)w.number + 1;
-        buffer->evicted_score = 0.0;
         hold_key(&w, buffer, 0);
     }
     if (w.count == 0) return;
     sync_block();
-    step_item item = open_rows(&w, buffer);
+    step_item item = open_rows(&w);
     h2o_ranking ranking =
         h2o_policy_ranking(item.policy, item.head.heavy, item.head.recent, w.first);
     for (int64_t i = 0; i < w.count; i++) window_row(&w, &item, &ranking, i, buffer);
-    if (threadIdx.x < w.count && buffer->evictions[threadIdx.x].position >= 0)
-        record_eviction(&h, buffer->evictions[threadIdx.x], w.first + threadIdx.x);
+    if (threadIdx.x < w.count) {
+        const step_eviction evicted = buffer->evictions[threadIdx.x];
+        if (evicted.position >= 0)
+            record_eviction(&h, evicted.position, evicted.score, w.first + threadIdx.x);
+    }
     uncache_cells(&w.head.store, &h);
     choose_cells(&h, last, cuda_window(p->dims.R), w.next_tokens, w.new_cells, &buffer->select);
 }

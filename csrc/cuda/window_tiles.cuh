@@ -24,7 +24,7 @@ static_assert(sizeof(window_buffers) == WINDOW_SHARED);
 
 /* Where the keys, or values, of all tokens are. */
 typedef struct {
-    element_ref row; /* of the first token, ... */
+    row_ref row;     /* of the first token, ... */
     int64_t pitch;   /* ... and bytes from one row to the next */
     bool by_column;  /* rows are indexed by column, not by token */
 } token_rows;
@@ -35,7 +35,7 @@ DEVICE token_rows open_tokens(const text_window *w, const h2o_view *tensor,
     const simulate_head *const h = &w->head;
     const h2o_view *const like = h2o_given(stored) ? stored : tensor;
     token_rows rows = {};
-    rows.row = row_of(like, h->b, h->g, 0);
+    rows.row = tensor_row(like, h->b, h->g, 0);
     rows.pitch = like->stride[2] * h2o_dtype_size(like->dtype);
     if (h2o_given(stored)) {
         rows.row.type = h2o_stored_type(stored, h->p->dims.D);
@@ -82,7 +82,7 @@ DEVICE void load_cells(float (*tile)[DEPTH + 4], const text_window *w, const tok
     } else if (d + run < D) {
         UNROLL
         for (int k = 0; k < N; k++)
-            load_strided(element_ref{row[k], rows->row.type, rows->row.stride}, d + run, D, x[k]);
+            load_strided(row_ref{row[k], rows->row.type, rows->row.stride}, d + run, D, x[k]);
     }
     UNROLL
     for (int k = 0; k < N; k++) {
@@ -105,10 +105,10 @@ DEVICE int64_t head_of_row(const text_window *w, uint32_t row) {
 DEVICE int64_t window_rows_of(const text_window *w) { return w->count * w->head.p->dims.R; }
 
 /* A query from element d on; data is NULL past the last row. */
-DEVICE element_ref query_row(const text_window *w, int64_t row, int64_t d) {
+DEVICE row_ref query_row(const text_window *w, int64_t row, int64_t d) {
     const h2o_view *const from = &w->head.p->query;
     const uint32_t at = (uint32_t)lower(row, window_rows_of(w) - 1);
-    element_ref query = row_of(from, w->head.b, head_of_row(w, at), column_of_row(w, at));
+    row_ref query = tensor_row(from, w->head.b, head_of_row(w, at), column_of_row(w, at));
     query.data += d * query.stride * h2o_dtype_size(query.type);
     if (row >= window_rows_of(w)) query.data = NULL;
     return query;
@@ -182,8 +182,8 @@ DEVICE void values_block(const h2o_simulate_params *p, char *workspace, SUM sum)
     for (int i = threadIdx.x * 4; i < ROWS * DEPTH; i += ATTEND_THREADS * 4) {
         const int64_t row = first_row + i / DEPTH, d = first_d + i % DEPTH;
         const uint32_t at = (uint32_t)lower(row, rows - 1);
-        const element_ref out =
-            row_of(&p->out, w.head.b, column_of_row(&w, at), head_of_row(&w, at));
+        const row_ref out =
+            tensor_row(&p->out, w.head.b, column_of_row(&w, at), head_of_row(&w, at));
         const float inverse = w.inverse[at];
         vec16 products[VALUES_PARTS];
         float x[4] = {};

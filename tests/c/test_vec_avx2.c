@@ -5,7 +5,7 @@
 #include "test.h"
 
 #if defined(__x86_64__)
-#include "cpu/level_x86.h"
+#include "cpu/level_target.h"
 
 H2O_TARGET_BEGIN("avx2,fma,f16c")
 

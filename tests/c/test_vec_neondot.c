@@ -5,7 +5,7 @@
 #include "test.h"
 
 #if defined(H2O_LEVELS_ARM_DOT)
-#include "cpu/level_arm.h"
+#include "cpu/level_target.h"
 
 H2O_TARGET_BEGIN("arch=armv8.2-a+dotprod")
 

@@ -61,7 +61,7 @@ DEVICE float warp_total(float x) {
 
 /* Shared memory: one float per element of a row, no more. */
 KERNEL(sample_softmax, sample_params) {
-    DYN_SHARED(shared);
+    unsigned char *const shared = dynamic_shared;
     const int i = threadIdx.x;
     float *const row = (float *)shared;
     const int past = params.with == SHARED_PAST_END ? 1 : 0;
@@ -78,7 +78,6 @@ KERNEL(sample_softmax, sample_params) {
     sync_block();
     if (i < WIDTH) params.out[blockIdx.x * WIDTH + i] = row[WIDTH - 1 - i];
 }
-EXPORT_KERNEL(sample_softmax, sample_params)
 
 static void expect_softmax(const sample_params *p, float *out, float *) {
     for (int r = 0; r < ROWS; r++) {
@@ -95,7 +94,7 @@ static void expect_softmax(const sample_params *p, float *out, float *) {
 /* ---- Reverse order of a warp's elements ---------------------------------- */
 
 KERNEL(sample_reverse, sample_params) {
-    DYN_SHARED(shared);
+    unsigned char *const shared = dynamic_shared;
     const int i = threadIdx.x, first = i / 32 * 32;
     float *const elements = (float *)shared;
     elements[i] = params.in[i];
@@ -106,7 +105,6 @@ KERNEL(sample_reverse, sample_params) {
     }
     params.out[i] = elements[first + 31 - i % 32];
 }
-EXPORT_KERNEL(sample_reverse, sample_params)
 
 static void expect_reverse(const sample_params *p, float *out, float *) {
     for (int i = 0; i < THREADS; i++) out[i] = p->in[i ^ 31];
@@ -117,7 +115,7 @@ static void expect_reverse(const sample_params *p, float *out, float *) {
 DEVICE int bin_of(float x) { return (int)fminf(fabsf(x) * 4.0f, (float)(BINS - 1)); }
 
 KERNEL(sample_histogram, sample_params) {
-    DYN_SHARED(shared);
+    unsigned char *const shared = dynamic_shared;
     const int i = threadIdx.x;
     uint32_t *const bins = (uint32_t *)shared;
     if (i < BINS && params.with != NOT_ZEROED) bins[i] = 0;
@@ -131,7 +129,6 @@ KERNEL(sample_histogram, sample_params) {
     sync_block();
     if (i < BINS) params.out[i] = (float)bins[i];
 }
-EXPORT_KERNEL(sample_histogram, sample_params)
 
 static void expect_histogram(const sample_params *p, float *out, float *) {
     for (int i = 0; i < THREADS; i++) out[bin_of(p->in[i])] += 1.0f;
@@ -169,7 +166,6 @@ KERNEL(sample_total, sample_params) {
     if (i == 0) params.out[0] = warps[0] + warps[1];
     if (i == 1) params.out[1] = 1.0f;
 }
-EXPORT_KERNEL(sample_total, sample_params)
 
 static void expect_total(const sample_params *p, float *out, float *) {
     for (int i = 0; i < ROWS * WIDTH; i++) out[0] += p->in[i];
@@ -211,7 +207,6 @@ KERNEL(sample_attention, sample_params) {
     for (int d = 0; q < rows && d < DEPTH; d++) params.out[q * DEPTH + d] = sum[d] / row_sum;
     if (q < WIDTH) ((float *)workspace)[q] = row_max + logf(row_sum);
 }
-EXPORT_KERNEL(sample_attention, sample_params)
 
 /* Each thread computes the column sum of one new key, over the queries that see it. */
 KERNEL(sample_columns, sample_params) {
@@ -225,7 +220,6 @@ KERNEL(sample_columns, sample_params) {
     }
     if (k < WIDTH) params.sums[k] = sum;
 }
-EXPORT_KERNEL(sample_columns, sample_params)
 
 static void expect_attention(const sample_params *p, float *out, float *sums) {
     for (int q = 0; q < WIDTH; q++) {
@@ -260,7 +254,7 @@ DEVICE void fetch_tile(const sample_params *p, int tile, float (*stages)[THREADS
 
 /* Each thread sums elements that other threads have copied. */
 KERNEL(sample_stream, sample_params) {
-    DYN_SHARED(shared);
+    unsigned char *const shared = dynamic_shared;
     const int i = threadIdx.x;
     float (*const stages)[THREADS] = (float (*)[THREADS])shared;
     float sum = 0.0f;
@@ -278,7 +272,6 @@ KERNEL(sample_stream, sample_params) {
     }
     params.out[i] = sum;
 }
-EXPORT_KERNEL(sample_stream, sample_params)
 
 static void expect_stream(const sample_params *p, float *out, float *) {
     for (int i = 0; i < THREADS; i++) {
@@ -305,7 +298,6 @@ KERNEL(sample_lost, sample_params) {
     params.out[i] = (float)popcount(warp_ballot(i % 2 == 0));
     sync_block();
 }
-EXPORT_KERNEL(sample_lost, sample_params)
 
 static void expect_lost(const sample_params *, float *out, float *) {
     for (int i = 0; i < THREADS; i++) out[i] = 16.0f;

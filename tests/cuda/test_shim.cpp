@@ -97,11 +97,10 @@ KERNEL(probe_warp, probe_params) {
     for (unsigned warp = 0; warp <= i / 32; warp++) sync_warp(); /* calls differ by warp */
     params.out[i] = right;
 }
-EXPORT_KERNEL(probe_warp, probe_params)
 
 /* Shared memory: 33 bytes of 0xff. Barriers have a predicate. */
 KERNEL(probe_block, probe_params) {
-    DYN_SHARED(shared);
+    unsigned char *const shared = dynamic_shared;
     const unsigned i = threadIdx.x, threads = blockDim.x;
     bool right = (uintptr_t)shared % 16 == 0;
     if (params.what == 0 && i < 33) right &= shared[i] == 0xff;
@@ -113,17 +112,15 @@ KERNEL(probe_block, probe_params) {
     const unsigned block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
     params.out[block * threads + i] += right;
 }
-EXPORT_KERNEL(probe_block, probe_params)
 
 KERNEL(probe_vectors, probe_params) {
-    DYN_SHARED(shared);
+    unsigned char *const shared = dynamic_shared;
     const unsigned i = threadIdx.x;
     store16(shared + 16 * i, load16(params.bytes + 16 * i));
     sync_block();
     const vec16 x = load16(shared + 16 * (blockDim.x - 1 - i));
     for (int w = 0; w < 4; w++) params.out[4 * i + w] = x.w[w];
 }
-EXPORT_KERNEL(probe_vectors, probe_params)
 
 /* Shared memory: two 16 x 16 matrices, with elements and products that both formats hold
  * exactly. */
@@ -165,7 +162,7 @@ DEVICE bool multiplies(uint16_t *a, uint16_t *b, uint16_t (*narrow)(float), WIDE
 }
 
 KERNEL(probe_matrices, probe_params) {
-    DYN_SHARED(shared);
+    unsigned char *const shared = dynamic_shared;
     uint16_t *const a = (uint16_t *)shared, *const b = a + 256;
     const auto bf16 = [](float *c, const uint32_t *l, const uint32_t *r) {
         multiply_bf16(c, l, r);
@@ -175,18 +172,17 @@ KERNEL(probe_matrices, probe_params) {
         multiply_half_f16(c, l, r[0]);
         multiply_half_f16(c, l + 2, r[1]);
     };
-    bool right = multiplies(a, b, float_to_bf16, bf16_to_float, bf16);
-    right &= multiplies(a, b, float_to_f16, f16_to_float, halves);
-    right &= multiplies(a, b, float_to_f16, f16_to_float, f16);
+    bool right = multiplies(a, b, float_to_bf16, float_from_bf16, bf16);
+    right &= multiplies(a, b, f16_from_float, float_from_f16, halves);
+    right &= multiplies(a, b, f16_from_float, float_from_f16, f16);
     params.out[threadIdx.x] = right;
 }
-EXPORT_KERNEL(probe_matrices, probe_params)
 
 /* Shared memory: for each thread the targets of a copy of 16 bytes and of a copy of 4 bytes, which
  * other threads read after a barrier. The last batch need not have arrived. The seed determines
  * which copies have. */
 KERNEL(probe_copies, probe_params) {
-    DYN_SHARED(shared);
+    unsigned char *const shared = dynamic_shared;
     const unsigned i = threadIdx.x, threads = blockDim.x, other = threads - 1 - i;
     uint32_t *const words = (uint32_t *)(shared + 16 * threads);
     copy_async<16>(shared + 16 * i, params.bytes + 16 * other);
@@ -203,7 +199,6 @@ KERNEL(probe_copies, probe_params) {
     params.out[i] = right;
     params.out[threads + i] = late;
 }
-EXPORT_KERNEL(probe_copies, probe_params)
 
 /* Exactly one block finishes last, and its threads see what all blocks have written. */
 KERNEL(probe_last, probe_params) {
@@ -216,14 +211,12 @@ KERNEL(probe_last, probe_params) {
         params.out[i] += written[b * threads + other] == b + other;
     }
 }
-EXPORT_KERNEL(probe_last, probe_params)
 
 /* Records the order in which threads and blocks run. */
 KERNEL(probe_order, probe_params) {
     sync_block();
     params.out[count_release(params.counter)] = blockIdx.x * blockDim.x + threadIdx.x;
 }
-EXPORT_KERNEL(probe_order, probe_params)
 
 /* Each thread has a deep stack of its own. */
 KERNEL(probe_stack, probe_params) {
@@ -234,7 +227,6 @@ KERNEL(probe_stack, probe_params) {
     for (unsigned i = 0; i < 4096; i++) right &= frame[i] == (i ^ threadIdx.x);
     params.out[threadIdx.x] = right;
 }
-EXPORT_KERNEL(probe_stack, probe_params)
 
 /* Whether all numbers are x. */
 static bool all_are(const std::vector<uint32_t> &out, uint32_t x) {
@@ -343,8 +335,8 @@ static void test_format(double (*value)(uint32_t), float (*to)(uint16_t), uint16
 }
 
 static void test_numbers(void) {
-    test_format(f16_value, f16_to_float, float_to_f16, 0x7c00);
-    test_format(bf16_value, bf16_to_float, float_to_bf16, 0x7f80);
+    test_format(f16_value, float_from_f16, f16_from_float, 0x7c00);
+    test_format(bf16_value, float_from_bf16, float_to_bf16, 0x7f80);
     for (float x = -125.9f; x < 127.9f; x += 0.0371f) {
         check(fabs(fast_exp2(x) / exp2((double)x) - 1) < 3e-7, "2^x");
     }
@@ -357,7 +349,7 @@ static void test_numbers(void) {
     for (float low : some) {
         for (float high : some) {
             const uint32_t bf16 = float_to_bf16(low) | (uint32_t)float_to_bf16(high) << 16;
-            const uint32_t f16 = float_to_f16(low) | (uint32_t)float_to_f16(high) << 16;
+            const uint32_t f16 = f16_from_float(low) | (uint32_t)f16_from_float(high) << 16;
             check(pack_bf16(low, high) == bf16 && pack_f16(low, high) == f16, "pairs");
         }
     }
@@ -430,7 +422,6 @@ DEVICE void go_wrong(const probe_params *p, unsigned i) {
 }
 
 KERNEL(probe_error, probe_params) { go_wrong(&params, threadIdx.x); }
-EXPORT_KERNEL(probe_error, probe_params)
 
 static bool error_has(const char *text) { return strstr(shim_error(), text) != nullptr; }
 

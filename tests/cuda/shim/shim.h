@@ -58,13 +58,15 @@ struct shim_registration {
     shim_registration(const char *name, size_t size, shim_entry entry);
 };
 
-#define KERNEL(name, type) extern "C" void name(const type params, char *workspace)
-#define BOUNDED_KERNEL(name, type, threads, blocks) KERNEL(name, type)
-#define EXPORT_KERNEL(name, type)                                                                  \
+/* The head of a kernel, after its registration. */
+#define KERNEL(name, type)                                                                         \
+    extern "C" void name(const type params, char *workspace);                                      \
     static void name##_entry(const void *params, char *workspace) {                                \
         name(*(const type *)params, workspace);                                                    \
     }                                                                                              \
-    static const shim_registration name##_registration(#name, sizeof(type), name##_entry);
+    static const shim_registration name##_registration(#name, sizeof(type), name##_entry);         \
+    extern "C" void name(const type params, char *workspace)
+#define BOUNDED_KERNEL(name, type, threads, blocks) KERNEL(name, type)
 
 /* Number of times that threads have taken a branch of the kernels. The list has all branches, even
  * those never taken. */
@@ -102,7 +104,7 @@ extern "C" __attribute__((const)) unsigned shim_thread_index(void); /* constant 
 #define blockIdx (shim_block_index())
 #define blockDim (shim_block_size())
 #define gridDim (shim_grid_size())
-#define DYN_SHARED(p) unsigned char *const p = shim_shared()
+#define dynamic_shared shim_shared()
 
 enum shim_operation {
     SHIM_SYNC,
