@@ -296,6 +296,13 @@ def settings_difference(model: Any, there: Mapping[str, Any]) -> str | None:
     return _first_difference(there, settings_of(config_of(model)), "config")
 
 
+def rotary_difference(config: Any, there: Mapping[str, Any]) -> str | None:
+    """`settings_difference` for the rotary embedding alone, which takes microseconds."""
+    rotary = getattr(_text_config(config), "rope_parameters", None)
+    here = {"rope_parameters": rotary} if rotary else {}
+    return _first_difference(there, json.loads(json.dumps(here, default=str)), "config")
+
+
 def _first_difference(there: Any, here: Any, name: str) -> str | None:
     """The first setting that both have and that differs, described for an error."""
     if isinstance(there, dict) and isinstance(here, dict):
