@@ -49,10 +49,10 @@ def config_of(model: Any) -> Any:
     """
     config = getattr(model, "config", model)
     if not hasattr(config, "get_text_config") or isinstance(config, type):
-        inner = getattr(model, "model", None)  # a pipeline has its model there
         hint = "write model, tokenizer = h2o.load_model(name) and pass model"
-        if hasattr(inner, "config"):
-            hint = "pass its .model"
+        for attribute in ("model", "module"):  # of a pipeline, of DataParallel
+            if hasattr(getattr(model, attribute, None), "config"):
+                hint = f"pass its .{attribute}"
         name = model.__name__ if isinstance(model, type) else type(model).__name__
         raise TypeError(f"expected a model of transformers, or its config, not {name}: {hint}")
     return config
