@@ -468,6 +468,9 @@ def test_other_heads(columns):
     half = key[:, :1, :columns], value[:, :1, :columns]
     with pytest.raises(ValueError, match=r"of 2 heads in layer 0 and was given keys of 1 heads"):
         cache.update(*half, 0)
+    cut = key[:, :, :columns, :8], value[:, :, :columns, :8]
+    with pytest.raises(ValueError, match=r"of 16 elements in layer 0 and was given keys of 8\."):
+        cache.update(*cut, 0)
     forward(cache, type(TEXT)(*(x[:, :, :1] for x in TEXT)))  # the cache can still be used
 
 
