@@ -284,9 +284,14 @@ class H2OLM(HFLM):
                 "Later requests are truncated likewise (the result file has their number)",
                 len(context) + len(continuation), self.max_length, cut,
             )  # fmt: skip
-        self._count_kept(text[:-1] if self.protocol == "simulate" else text[: -len(continuation)])
+        is_whole_text = len(text) == len(continuation) + 1
+        if self.protocol == "drop" and is_whole_text:  # its prompt of one token says nothing
+            self.count_text(len(text) - 1, prompt=1)
+        else:
+            simulates = self.protocol == "simulate"
+            self._count_kept(text[:-1] if simulates else text[: -len(continuation)])
         self.tally.one_token_answers += len(continuation) == 1
-        self.tally.one_token_contexts += len(text) == len(continuation) + 1
+        self.tally.one_token_contexts += is_whole_text
         self.tally.truncated += cut > 0
 
     def _count_kept(self, text: list[int]) -> None:
@@ -294,12 +299,12 @@ class H2OLM(HFLM):
         document, _ = self._split_prompt(text)
         self.count_text(protocols.fraction_base(len(document), self.prompt_length))
 
-    def count_text(self, seen: int) -> None:
-        """Count a request with a text of `seen` tokens."""
+    def count_text(self, seen: int, prompt: int | None = None) -> None:
+        """Count a request with a text of `seen` tokens. `prompt`: see `H2OConfig.count_held`."""
         self.tally.requests += 1
         self.tally.tokens_seen += seen
         config = self.setting.answering_config.for_model(self.model)
-        self.tally.tokens_kept += config.count_held(seen)
+        self.tally.tokens_kept += config.count_held(seen, prompt)
 
     def _simulate(self, batch: Sequence[Request]) -> list[tuple[float, bool]]:
         logits = protocols.simulate(
