@@ -26,6 +26,7 @@ import json
 import os
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -200,13 +201,8 @@ def batch_written(
     model: Any, tokenizer: Any, setting: Setting, prompts: Sequence[Prompt], how: Any
 ) -> list[list[int]]:
     """New tokens of a batch. The cache is cut between the two parts of the prompts."""
-
-    def forward(_: int, ids: Any, mask: Any, position_ids: Any, **more: Any) -> None:
-        ids, mask, position_ids = (x.to(model.device) for x in (ids, mask, position_ids))
-        model.base_model(ids, attention_mask=mask, position_ids=position_ids, **more)
-
     first, rest = (pad_rows(part, pad=how.pad_token_id) for part in zip(*prompts, strict=True))
-    cache = read_documents(forward, model, setting, *first, tokenizer)
+    cache = read_documents(model, setting, *first, tokenizer)
     ids, mask = (torch.cat(x, dim=1).to(model.device) for x in zip(first, rest, strict=True))
     out = model.generate(ids, attention_mask=mask, generation_config=how, **with_cache(cache))
     return [without_pads(row.tolist(), how.pad_token_id) for row in out[:, ids.shape[1] :]]
@@ -315,7 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("math needs --data, MATH-500 as JSON Lines; see benchmarks/README.md")
     model, tokenizer = models.load_model(
         options.model, dtype=options.dtype, device=options.device, log=print_line,
-        check=check_fit(settings, full_cache=True),
+        check=partial(check_fit, settings, full_cache=True),
     )  # fmt: skip
     if options.benchmark == "math":
         items = math_items(options.data, options.tokens)

@@ -73,10 +73,9 @@ def main() -> None:
         None, attn_implementation=None, dtype=options.dtype, log=print_line
     )
     origin = provenance(model, tokenizer, models.DEFAULT_MODEL)
-    lengths = [int(x) for x in options.lengths.split(",")]
     text = options.text.read_text("utf-8")
-    trials = needles.make_rows(
-        text, tokenizer, lengths, options.limit, needles.parse_kinds(options.facts)
+    trials = needles.Needles.make_rows(
+        text, tokenizer, options.lengths, options.limit, options.facts
     )
     listed = rows(options.count)
     cells = ResultFile(options.output_path / "needle_peers.jsonl")
@@ -125,11 +124,7 @@ def line(
     return [
         name,
         *(f"{share:.1%}" for share in shares),
-        *(
-            "{:.2f} ±{:.2f}".format(*needles.mean_and_error([y["found"] for y in x]))
-            for x in (found, known)
-            if x
-        ),
+        *(needles.format_share([y["found"] for y in x]) for x in (found, known) if x),
     ]
 
 

@@ -11,6 +11,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from h2o.kv_dtype import count_fitting
 from h2o.number_checks import is_integer, is_number
 
 UNLIMITED = 2**31 - 1
@@ -56,25 +57,49 @@ def recent_part(min_tokens: int) -> int:
     return -(-min_tokens // 4)
 
 
-def raise_to_minimum(
-    least: int, least_recent: int, tokens: tuple[int, int], fractions: tuple[float, float]
+def truncate_pair(
+    pair: tuple[Amount, Amount], n: int, sinks: int, token_bytes: tuple[int, int] | None
 ) -> tuple[int, int]:
-    """If an amount is a fraction, raise (heavy, recent) to a total of at least `least` tokens,
-    `least_recent` of them recent.
-
-    The missing tokens are divided between the amounts that are fractions, in their ratio.
+    """(heavy, recent) of one head in tokens, for a row whose prompt has n tokens. A fraction may
+    round down to 0 tokens.
 
     Args:
-        tokens: (heavy, recent) in tokens.
-        fractions: the fractions that they came from, 0 for an amount given in tokens.
+        token_bytes: bytes of a token in a full cache and in a slot, if heavy + recent is a share of
+            a full cache's bytes. None: each fraction is one of the prompt.
     """
-    heavy, recent = tokens
-    if not any(fractions):
-        return tokens
+    if token_bytes is None:
+        heavy, recent = (int(x * n) if isinstance(x, float) else x for x in pair)
+        return heavy, recent
+    part = sum(pair)
+    if part == 0:  # only sinks are kept
+        return 0, 0
+    rest = count_fitting(int(part * n * token_bytes[0]), token_bytes, sinks)
+    recent = int(rest * pair[1] / part)
+    return rest - recent, recent
+
+
+def count_pair(
+    pair: tuple[Amount, Amount],
+    n: int,
+    sinks: int,
+    token_bytes: tuple[int, int] | None,
+    min_tokens: int,
+) -> tuple[int, int]:
+    """Like `truncate_pair`, but a fraction of the prompt above 0 is at least one token. If an
+    amount is a fraction, the head gets at least `min_tokens` keys, sinks included, of which
+    `recent_part` are recent. Missing tokens are divided between the fractions in their ratio.
+    """
+    heavy, recent = truncate_pair(pair, n, sinks, token_bytes)
+    of_heavy, of_recent = (x if isinstance(x, float) else 0.0 for x in pair)
+    if not of_heavy + of_recent:
+        return heavy, recent
+    if token_bytes is None:
+        heavy, recent = max(heavy, int(of_heavy > 0)), max(recent, int(of_recent > 0))
+    least = min_tokens - sinks
     total = max(heavy + recent, least)
-    recent += int((total - heavy - recent) * fractions[1] / sum(fractions))
-    recent = max(recent, min(least_recent, least))
-    return max(total - recent, 0 if fractions[0] else heavy), recent
+    recent += int((total - heavy - recent) * of_recent / (of_heavy + of_recent))
+    recent = max(recent, min(recent_part(min_tokens), least))
+    return max(total - recent, 0 if of_heavy else heavy), recent
 
 
 def flatten(amounts: Any) -> list[Any]:

@@ -234,8 +234,7 @@ def unregister_attention(name: str) -> None:
 
 def attention_name(config: Any) -> str:
     """Name of the attention implementation that a config selects."""
-    name: str = config._attn_implementation
-    return name
+    return config._attn_implementation  # type: ignore[no-any-return]
 
 
 def has_attention_name(config: Any) -> bool:
@@ -254,8 +253,7 @@ def can_set_attention(model: Any) -> bool:
 
     If not, `set_attn_implementation` only logs a warning.
     """
-    able: bool = model._can_set_attn_implementation()
-    return able
+    return model._can_set_attn_implementation()  # type: ignore[no-any-return]
 
 
 def wants_attention_weights() -> bool:

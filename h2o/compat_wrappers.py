@@ -138,9 +138,8 @@ def packed_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def peft_type(model: Any) -> str:
     """Method of the active adapter of a PEFT model, such as "LORA"; "" for any other model."""
-    return str(getattr(getattr(model, "active_peft_config", None), "peft_type", "")).rpartition(
-        "."
-    )[2]
+    config = getattr(model, "active_peft_config", None)
+    return str(getattr(config, "peft_type", "")).rpartition(".")[2]
 
 
 def num_virtual_tokens(model: Any) -> int:

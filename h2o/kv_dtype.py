@@ -57,12 +57,3 @@ def bytes_per_token(
     full, stored = rows * D * element, stored_bytes(kv_dtype, D)
     held = full if stored is None else sum(stored[:rows])
     return full, held + 8 + 4 * value_weighted
-
-
-def rescale_token_bytes(slot: tuple[int, int], full: int, kv_dtype: str | None) -> tuple[int, int]:
-    """Convert a result of `bytes_per_token` to elements of another size, with which a token takes
-    `full` bytes in a full cache."""
-    before, each = slot
-    if kv_dtype is None:
-        each += full - before
-    return full, each

@@ -69,11 +69,9 @@ def load_model(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    name = None if name is None else os.fspath(name)
-    if name is not None and not name.strip():  # such as a shell variable that is not set
+    name = source = DEFAULT_MODEL if name is None else os.fspath(name)
+    if not name.strip():  # such as a shell variable that is not set
         raise UserError("the name of the model is empty: name one, or leave it out for the default")
-    name = name or DEFAULT_MODEL
-    source = name
     try:
         if name == DEFAULT_MODEL:
             source = str(embedded_folder(log))
@@ -119,21 +117,6 @@ def messages(text: str, system: str | None = None) -> list[dict[str, str]]:
     """A chat with a text as the first user turn, after an optional system turn."""
     user = {"role": "user", "content": text}
     return [user] if system is None else [{"role": "system", "content": system}, user]
-
-
-def encode(tokenizer: Any, text: str, chat: bool, system: str | None = None) -> Any:
-    """Token ids [1, n] of a text, or of the chat that `messages` makes of the text.
-
-    Raises:
-        UserError: `chat` is set and the tokenizer has no chat template.
-    """
-    if not chat:
-        return tokenizer(text, return_tensors="pt")["input_ids"]
-    if tokenizer.chat_template is None:
-        raise UserError("--chat: this model's tokenizer has no chat template")
-    return tokenizer.apply_chat_template(
-        messages(text, system), add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )["input_ids"]
 
 
 def check_length(model: Any, tokens: int, new_tokens: int) -> None:
@@ -196,26 +179,25 @@ def is_gguf(name: str) -> bool:
 
 
 def source_of(name: str) -> dict[str, str]:
-    """Arguments of from_pretrained for a name on the hub, a folder or a .gguf file."""
-    if not is_gguf(name):
-        check_folder(name)
-        return {"pretrained_model_name_or_path": name}
-    folder, file = os.path.split(os.path.abspath(name))
-    return {"pretrained_model_name_or_path": folder, "gguf_file": file}
+    """Arguments of from_pretrained for a name on the hub, a folder or a .gguf file.
 
-
-def check_folder(name: str) -> None:
-    """Raise UserError for a path that is not a model folder. A name on the hub passes."""
-    if os.path.isdir(name):
-        wrong = "" if os.path.isfile(os.path.join(name, "config.json")) else "has no config.json"
-    elif os.path.isfile(name):
+    Raises:
+        UserError: the name is another path.
+    """
+    if is_gguf(name):
+        folder, file = os.path.split(os.path.abspath(name))
+        return {"pretrained_model_name_or_path": folder, "gguf_file": file}
+    wrong = ""
+    if os.path.isfile(name):
         wrong = "is a file: name its folder, or a .gguf file"
-    else:
-        is_path = os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1
+    elif os.path.isdir(name):
+        if not os.path.isfile(os.path.join(name, "config.json")):
+            wrong = "has no config.json"
+    elif os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1:
         wrong = "does not exist: name a folder with config.json, or NAME/MODEL on the hub"
-        wrong = wrong if is_path else ""
     if wrong:
         raise UserError(f"cannot load the model {name!r}: it {wrong}")
+    return {"pretrained_model_name_or_path": name}
 
 
 def cannot_load(name: str, error: Exception, hint: str = "") -> UserError:

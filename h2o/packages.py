@@ -158,15 +158,10 @@ def take_installed_core() -> bool:
         Whether there is now a core.
     """
     folder = installed_folder()
-    if folder is None or not cores(folder) or not same_sources(folder):
+    if folder is None or not same_sources(folder):
         return False
     sys.modules["h2o"].__path__.append(str(folder))
     return has_core()
-
-
-def cores(folder: Path) -> list[Path]:
-    """The compiled cores in a folder. Their suffix depends on the system."""
-    return [path for ending in ("so", "pyd") for path in folder.glob(f"_core*.{ending}")]
 
 
 def installed_folder() -> Path | None:

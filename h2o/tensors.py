@@ -62,16 +62,16 @@ def full(like: Tensor, shape: tuple[int, ...], value: int, dtype: str | None = N
     return tensor
 
 
-def may_be_masked(leader: Tensor) -> bool:
-    """Whether an operand may be a masked array of NumPy. `leader`: the call's first tensor, whose
-    library the others usually share."""
-    return isinstance(leader, np.ndarray)
-
-
-def grad_enabled() -> bool:
+def _grad_enabled() -> bool:
     """Whether torch has been imported and records gradients."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.is_grad_enabled()
+
+
+def needs_check(leader: Tensor) -> bool:
+    """Whether `check_memory` may find anything. `leader`: the call's first tensor, whose library
+    the others usually share."""
+    return _grad_enabled() or isinstance(leader, np.ndarray)
 
 
 def check_memory(tensors: dict[str, Tensor]) -> None:
@@ -80,7 +80,7 @@ def check_memory(tensors: dict[str, Tensor]) -> None:
     Raises: BufferError for a tensor that requires grad, if torch records gradients, and for a
     masked array.
     """
-    records = grad_enabled()
+    records = _grad_enabled()
     for name, tensor in tensors.items():
         if records and getattr(tensor, "requires_grad", False):
             raise BufferError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
@@ -91,10 +90,6 @@ class Page:
             down = say | ({"text": text} if text else {})
             self.call("Input.dispatchKeyEvent", type="keyDown", **down)
             self.call("Input.dispatchKeyEvent", type="keyUp", **say)
-
-    def picture(self, path: Path, full_page: bool = False) -> None:
-        answer = self.call("Page.captureScreenshot", captureBeyondViewport=full_page)
-        path.write_bytes(base64.b64decode(answer["data"]))
 
 
 @contextlib.contextmanager

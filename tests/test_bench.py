@@ -88,13 +88,13 @@ def test_the_table_for_readers(tiny, capsys):  # noqa: F811
 
 def test_caches_take_turns(tiny, monkeypatch):  # noqa: F811
     log = []
-    original = speed.Contender.run
+    original = speed.run
 
-    def run(contender):
-        log.append(contender.setting.name)
-        original(contender)
+    def run(setting, *arguments):
+        log.append(setting.name)
+        return original(setting, *arguments)
 
-    monkeypatch.setattr(speed.Contender, "run", run)
+    monkeypatch.setattr(speed, "run", run)
     settings = [setting.parse(name) for name in ("full", "authors:8")]
     model, tokenizer = load_model(tiny)
     speed.measure(model, tokenizer, settings, [20], tokens=2, rounds=3, log=lambda text: None)
@@ -129,7 +129,7 @@ def test_a_model_that_h2o_cannot_serve_is_named(tiny, capsys, monkeypatch):  # n
     def refuse(*_, **__):
         raise ValueError("it cannot")
 
-    monkeypatch.setattr("h2o.hf.cache.new_cache.H2OCache", refuse)
+    monkeypatch.setattr("h2o.evaluation.generation.H2OCache", refuse)
     assert cli.main(["bench", "--model", tiny, *SHORT, "--prompts", "20"]) == 1
     assert capsys.readouterr().err.splitlines()[-1] == ("h2o bench: error: authors:0.1: it cannot")
 
@@ -138,6 +138,6 @@ def test_memory_that_is_not_enough(tiny, capsys, monkeypatch):  # noqa: F811
     def full(*_, **__):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr("h2o.hf.cache.new_cache.H2OCache", full)
+    monkeypatch.setattr("h2o.evaluation.generation.H2OCache", full)
     assert cli.main(["bench", "--model", tiny, *SHORT, "--prompts", "20"]) == 1
     assert "not enough memory for a prompt of 20 tokens" in capsys.readouterr().err.splitlines()[-1]

@@ -437,23 +437,26 @@ def test_answers_about_the_article_for_readers(monkeypatch):
     assert all(len(line) <= 80 for line in lines)
 
 
-def test_half_characters_are_not_streamed(tiny):
-    from transformers import AutoTokenizer
+def test_half_characters_are_not_streamed(tiny, capsys):
+    from transformers import AutoTokenizer, TextStreamer
 
-    from h2o.evaluation.generation import Streamer
+    from h2o.evaluation.generation import Stopwatch
 
     torch = pytest.importorskip("torch")
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     text = "aé €😀 b"
+    printer = TextStreamer(tokenizer)
+    stopwatch = Stopwatch("cpu", printer.put)
+    stopwatch.put(torch.zeros(1, 5, dtype=torch.int64))  # the prompt
     pieces = []
-    streamer = Streamer(tokenizer, lambda text, count: pieces.append(text), "cpu")
-    streamer.put(torch.zeros(1, 5, dtype=torch.int64))  # the prompt
     for token in tokenizer(text).input_ids:
-        streamer.put(torch.tensor([token]))
-    streamer.end()
-    assert "".join(pieces) == text
+        stopwatch.put(torch.tensor([token]))
+        pieces.append(capsys.readouterr().out)
+    printer.end()
+    pieces.append(capsys.readouterr().out)
+    assert "".join(pieces) == f"{text}\n"
     assert "\ufffd" not in "".join(pieces)
-    assert len(streamer.seconds) - 1 == len(streamer.tokens) == len(text.encode())
+    assert len(stopwatch.seconds) - 1 == len(stopwatch.tokens) == len(text.encode())
 
 
 def test_interruption_is_quiet(tiny, capsys, monkeypatch):

@@ -266,7 +266,8 @@ def test_fewer_prompts_than_answers(files, capsys):
         ("no json", "line 1: not JSON (Expecting value): write a text in quotes"),
         ('{"messages": [5, 6]}', "messages must be objects"),
         ("3", "line 1"),
-        ('{"prompt": "a", "max_new_tokens": true}', "integers"),
+        ('{"prompt": "a", "max_new_tokens": true}', "max_new_tokens is True; expected an integer"),
+        ('{"prompt": "a", "seed": 1.5}', "line 1: seed is 1.5; expected an integer"),
         ('{"prompt": "a", "id": true}', "id must be a text or an integer, not True"),
         ("[" * 100_000, "line 1: lists are nested too deeply"),
         ('{"prompt": "a", "seed": 1, "seed": 2}', "line 1: the key 'seed' occurs twice"),
@@ -326,9 +327,9 @@ def test_an_output_of_another_kind_is_left_alone(files, content):
 def test_an_answer_may_be_cut_anywhere(files):
     command, _, output = files
     assert cli.main(command) == 0
-    line = output.read_text("utf-8").splitlines()[-1]
+    line = output.read_bytes().splitlines()[-1]
     for end in range(len(line)):
-        assert prompts_file._is_begun_answer(line[:end])
+        assert prompts_file._is_cut(line[:end])
 
 
 def test_an_output_that_is_no_file_of_answers(files, tmp_path, capsys):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from torch import Tensor
 
-from h2o.analysis.collect import Attention, analyzable_layers, attend, measure_layers, sparsity
-from h2o.analysis.result import THRESHOLD, Analysis
+from h2o.analysis.result import Analysis
 from h2o.config import H2OConfig, resolve_config
 from h2o.hf.model_traits import tensor_parallel
 
@@ -58,26 +56,13 @@ def analyze(
     parameters.pop("token_type_ids", None)  # some tokenizers return them, decoders ignore them
     config = resolve_config(h2o_config, parameters, analyze).for_model(model)
     ids = _one_text(input_ids, attention_mask)
-    analyzable_layers(model)
     if (part := tensor_parallel.part_of_heads(model)) != tensor_parallel.WHOLE:
         raise ValueError(
             "analyze() shows all heads of a model, but this is "
             f"{tensor_parallel.describe_part(part)}: load the "
             "model whole, in one process without tp_plan or distributed_config"
         )
-
-    def measure(seen: Attention) -> tuple[Tensor, tuple[np.ndarray, np.ndarray]]:
-        out, scores = attend(seen)
-        return out, (scores.cpu().numpy(), sparsity(seen, THRESHOLD).cpu().numpy())
-
-    measured = measure_layers(model, ids, measure)
-    for layer, (scores, _) in measured.items():
-        if not np.isfinite(scores).all():
-            raise ValueError(
-                f"the attention of layer {layer} is not finite, so nothing can be measured: load "
-                "the model in bfloat16 or float32 if it is in float16, and check its weights"
-            )
-    return Analysis(model, ids, config, prompt_length, measured)
+    return Analysis(model, ids, config, prompt_length)
 
 
 def _one_text(input_ids: Any, mask: Any) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +26,6 @@ from h2o.hf.model_traits.wrappers import input_device
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
 from h2o.hf.support import transformers_layers
 from h2o.model_identity import config_of, latent_row
-
-Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,14 +44,16 @@ class Attention:
     sink_logits: Tensor | None = None
     """[H] float32, see `h2o.ops.attend`"""
 
+    @classmethod
+    def of(cls, call: AttentionCall) -> Attention:
+        """The attention of a call with one row."""
+        tensors = call.query[0], call.key[0], call.value[0]
+        return cls(*tensors, call.scale, call.softcap, call.sink_logits)
+
     def first(self, tokens: int) -> Attention:
         """The attention among the first tokens of the text."""
         parts = {x: getattr(self, x)[:, :tokens] for x in ("query", "keys", "values")}
         return dataclasses.replace(self, **parts)
-
-
-Visit = Callable[[int, Attention], Tensor]
-"""(layer, its attention) -> output [n, H, D]"""
 
 
 def analyzable_layers(model: Any) -> list[int]:
@@ -79,47 +79,33 @@ def analyzable_layers(model: Any) -> list[int]:
     return full
 
 
-def watch(model: Any, ids: Tensor, visit: Visit, *, logits: bool = False) -> Tensor | None:
-    """Run a model on a text. `visit` computes the attention of its full layers.
-
-    Args:
-        ids: [n], without padding.
-        logits: whether to return the logits [n, vocabulary].
-    """
+def watch(
+    model: Any, ids: Tensor, visit: Callable[[int, Attention], Tensor], *, logits: bool = False
+) -> Tensor:
+    """Do what `forward` does, with `visit(layer, attention)` computing the output [n, H, D] of the
+    full layers' attention."""
 
     def attention(call: AttentionCall) -> Tensor:
-        logits = call.scale, call.softcap, call.sink_logits
-        seen = Attention(call.query[0], call.key[0], call.value[0], *logits)
-        return visit(call.layer, seen)[None]
+        return visit(call.layer, Attention.of(call))[None]
 
     with replace_attention(model, analyzable_layers(model), attention):
         return forward(model, ids, logits=logits)
 
 
-def measure_layers(
-    model: Any, ids: Tensor, measure: Callable[[Attention], tuple[Tensor, Result]]
-) -> dict[int, Result]:
-    """Run a model on a text, and `measure` each full layer. `measure` returns the layer's attention
-    output [n, H, D] and a result. The results are returned by layer."""
-    results: dict[int, Result] = {}
+def forward(model: Any, ids: Tensor, *, logits: bool = False) -> Tensor:
+    """Run a model on a text [n] without padding.
 
-    def visit(layer: int, seen: Attention) -> Tensor:
-        out, results[layer] = measure(seen)
-        return out
-
-    watch(model, ids, visit)
-    return results
-
-
-def forward(model: Any, ids: Tensor, *, logits: bool = False) -> Tensor | None:
-    """Run a model on a text [n]. Returns the logits [n, vocabulary] if `logits` is true."""
+    Returns:
+        the logits [n, vocabulary]. Unless `logits` is true, they may be those of the last token
+        only, because all logits may need more memory than everything else.
+    """
     arguments = {}
     if not logits and compat.accepts(model.forward, "logits_to_keep"):
-        arguments["logits_to_keep"] = 1  # all logits may need more memory than everything else
+        arguments["logits_to_keep"] = 1
     LengthDependentRope(model).forget()
     with torch.no_grad():
         out = model(ids[None].to(input_device(model)), use_cache=False, **arguments)
-    return out.logits[0] if logits else None
+    return out.logits[0]
 
 
 def attend(seen: Attention) -> tuple[Tensor, Tensor]:

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from h2o.utils.draw import import_optional
-
 if TYPE_CHECKING:
     from h2o.config import H2OConfig
 
@@ -31,13 +29,14 @@ def sparsity(a: Any, ax: Any, *, threshold: float = 0.01) -> None:
 
 def power_law(a: Any, ax: Any) -> None:
     """Accumulated attention of the sorted keys by layer. A power law is a straight line."""
-    colors = import_optional("matplotlib").colormaps["viridis"]
+    from matplotlib import colormaps
+
     law = a.power_law()
     ranks = np.arange(1, len(a) + 1)
     for index, layer in enumerate(a.layers):
         label = str(layer) if layer in (a.layers[0], a.layers[-1]) else None
         falling = -np.sort(-a.scores(layer, "layer"))
-        color = colors(index / max(len(a.layers) - 1, 1))
+        color = colormaps["viridis"](index / max(len(a.layers) - 1, 1))
         ax.plot(ranks, falling, color=color, linewidth=0.9, label=label)
     ax.set(
         title=f"Attention by rank of the key (slope {law.slope.mean():.2f}, "
@@ -147,9 +146,9 @@ def scores(a: Any, ax: Any, *, layer: int | None = None, per: str = "kv") -> Non
 
 def use_whole_numbers(axis: Any) -> None:
     """Put ticks of layers or heads at whole numbers."""
-    axis.set_major_locator(
-        import_optional("matplotlib.ticker").MaxNLocator(integer=True, min_n_ticks=1)
-    )
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def _by_layer(ax: Any, ylim: tuple[float, float] = (0, 101), **texts: str) -> None:

@@ -26,7 +26,7 @@ class PowerLaw:
     """Number of highest keys that carry a share of the attention, by share"""
 
 
-def power_law(scores: np.ndarray, shares: tuple[float, ...] = SHARES) -> PowerLaw:
+def power_law(scores: np.ndarray) -> PowerLaw:
     """Fit sorted scores [..., n], n >= 3, by least squares.
 
     The ranks are evenly spaced on a logarithmic scale, so that the many small scores do not
@@ -34,14 +34,12 @@ def power_law(scores: np.ndarray, shares: tuple[float, ...] = SHARES) -> PowerLa
     smallest positive score.
     """
     n = scores.shape[-1]
-    if n < 3:
-        raise ValueError(f"a power law needs at least 3 keys, not {n}")
     falling = -np.sort(-scores.astype(np.float64), axis=-1)
     ranks = np.unique(np.geomspace(1, n, min(n, 60)).round().astype(int))
     tiny = np.min(falling, where=falling > 0, initial=np.inf, axis=-1, keepdims=True)
     y = np.log(np.maximum(falling, np.where(np.isfinite(tiny), tiny, 1.0)))[..., ranks - 1]
     slope, r2 = _line(np.log(ranks), y)
-    return PowerLaw(slope, r2, _line(ranks, y)[1], carriers(scores, shares))
+    return PowerLaw(slope, r2, _line(ranks, y)[1], carriers(scores))
 
 
 def _line(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -71,12 +69,12 @@ def top(scores: np.ndarray, k: int) -> np.ndarray:
     return chosen
 
 
-def jaccard(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Jaccard index [x, y] of each set in a [x, n] with each set in b [y, n]: the number of common
-    members over the number of all members. It is 1 for two empty sets."""
-    common = a.astype(np.float64) @ b.astype(np.float64).T
-    either = a.sum(-1)[:, None] + b.sum(-1) - common
-    return np.where(either > 0, common / np.where(either > 0, either, 1), 1.0)
+def jaccard(sets: np.ndarray) -> np.ndarray:
+    """Jaccard index [..., x, x] of each pair of sets [..., x, n], none of them empty: the number of
+    common members over the number of all members."""
+    common = sets.astype(np.float64) @ sets.astype(np.float64).swapaxes(-1, -2)
+    sizes = sets.sum(-1)
+    return common / (sizes[..., None] + sizes[..., None, :] - common)
 
 
 def per_type(ids: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jinja2
 import numpy as np
+from matplotlib.figure import Figure
 
 from h2o.analysis.figures import FIGURES
-from h2o.utils.draw import import_optional, labels, pieces
+from h2o.utils.draw import labels, pieces
 from h2o.utils.filesystem import atomic_write
 
 if TYPE_CHECKING:
@@ -41,7 +43,6 @@ def write(
         configs: configs of the caches whose retained attention is drawn.
         removal: arguments of `a.removal`, or None to leave the removal of keys out.
     """
-    jinja2 = import_optional("jinja2")
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("h2o.analysis", "web"),
         autoescape=True,
@@ -76,9 +77,7 @@ def _pictures(
     for name, draw in FIGURES.items():
         if (chosen := options.get(name, {})) is None:
             continue
-        figure = import_optional("matplotlib.figure").Figure(
-            figsize=(6.4, 4.2), layout="constrained"
-        )
+        figure = Figure(figsize=(6.4, 4.2), layout="constrained")
         draw(a, figure.add_subplot(), **chosen)
         png = io.BytesIO()
         figure.savefig(png, format="png", dpi=110)
@@ -91,13 +90,12 @@ def _data(a: Analysis, tokenizer: Any) -> dict[str, Any]:
     scores = np.stack([a.scores(layer, "query") for layer in a.layers])
     evicted_at = np.stack([a.evicted_at(layer) for layer in a.layers])
     texts = pieces(tokenizer, a.ids)
-    named = zip(texts, labels(texts), strict=True)
     return {
         "layers": a.layers,
         "heads": a.heads,
         "groups": a.groups,
         "tokens": texts,
-        "labels": {j: label for j, (text, label) in enumerate(named) if text != label},
+        "labels": labels(texts),
         "scores": _base64(scores.clip(0, np.finfo(np.float16).max).astype("<f2").tobytes()),
         "evicted_at": _base64(evicted_at.astype("<u2").tobytes()),
     }

@@ -40,7 +40,6 @@ def perplexity_without(model: Any, ids: Tensor, kind: str, share: float, seed: i
         share: from 0, the unchanged model, to 1.
         seed: seed of "random". Each layer and key/value head draws its own keys.
     """
-    check_shares([share])
     generator = torch.Generator("cpu").manual_seed(seed)
 
     def visit(layer: int, seen: Attention) -> Tensor:
@@ -77,8 +76,7 @@ def attend_without(seen: Attention, kind: str, share: float, chance: Tensor) -> 
     )  # fmt: skip
 
 
-def perplexity(logits: Tensor | None, ids: Tensor) -> float:
+def perplexity(logits: Tensor, ids: Tensor) -> float:
     """Perplexity of the tokens [n] after the first, from logits [n, vocabulary]."""
-    assert logits is not None
     loss = torch.nn.functional.cross_entropy(logits[:-1].float(), ids[1:].to(logits.device))
     return math.exp(loss.item())

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from h2o.analysis import measures, removal
-from h2o.analysis.collect import Attention, attend, forward, measure_layers, sparsity
+from h2o.analysis.collect import Attention, attend, forward, sparsity, watch
 from h2o.analysis.figures import FIGURES
 from h2o.config import H2OConfig, resolve_config
 from h2o.config.layer_plan import LayerPlan
@@ -59,25 +59,31 @@ class Analysis:
     The methods raise ValueError for a layer that was not analyzed and for other wrong arguments.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        ids: Tensor,
-        config: H2OConfig,
-        prompt_length: int,
-        measured: dict[int, tuple[np.ndarray, np.ndarray]],
-    ) -> None:
-        """`measured` has for each layer, with nothing evicted, the scores [H, n] float32 and the
-        shares of entries below THRESHOLD [H]."""
+    def __init__(self, model: Any, ids: Tensor, config: H2OConfig, prompt_length: int) -> None:
+        """Measure a text [n] without padding."""
         self.model, self.config, self.prompt_length = model, config, prompt_length
-        self.layers = sorted(measured)
-        """Numbers of the layers with full attention"""
         self.ids: np.ndarray = ids.cpu().numpy()
         """int64 [n], the text without padding"""
         self._tensor = ids
-        last = len(ids) - 1
-        self._scores_at = {last: {layer: scores for layer, (scores, _) in measured.items()}}
-        self._small = {THRESHOLD: {layer: small for layer, (_, small) in measured.items()}}
+        scores: dict[int, np.ndarray] = {}
+        small: dict[int, np.ndarray] = {}
+
+        def visit(layer: int, seen: Attention) -> Tensor:
+            out, received = attend(seen)
+            if not received.isfinite().all():
+                raise ValueError(
+                    f"the attention of layer {layer} is not finite, so nothing can be measured: "
+                    "load the model in bfloat16 or float32 if it is in float16, and check its "
+                    "weights"
+                )
+            scores[layer] = received.cpu().numpy()
+            small[layer] = sparsity(seen, THRESHOLD).cpu().numpy()
+            return out
+
+        watch(model, ids, visit)
+        self._scores_at, self._small = {len(ids) - 1: scores}, {THRESHOLD: small}
+        self.layers = sorted(small)
+        """Numbers of the layers with full attention"""
         self.caches: dict[H2OConfig, dict[int, Cached]] = {}
         """Results of `simulate_cache` so far, by config and layer"""
         self.removals: dict[tuple[str, float, int, int], float] = {}
@@ -103,7 +109,12 @@ class Analysis:
         With `at` only the tokens up to `at` count, and the last axis is at + 1. All scores of a
         layer add up to the number of queries times the number of query heads.
         """
-        return self._sum_heads(self._scores_up_to(at)[self._check_layer(layer)], per)
+        if per not in ("query", "kv", "layer"):
+            raise ValueError(f"per must be kv, query or layer, not {per!r}")
+        scores = self._scores_up_to(at)[self._check_layer(layer)]
+        if per == "kv":
+            return scores.reshape(self.groups, -1, scores.shape[-1]).sum(1)
+        return scores if per == "query" else scores.sum(0)
 
     def heavy(self, layer: int) -> int:
         """Number of keys of a layer that count as heavy hitters: `heavy` of the config."""
@@ -135,21 +146,18 @@ class Analysis:
                 it, and `held` says whether a cache would have the key or it is the token's own.
         """
         at = self._check_step(at)
-        if head is None:
-            scores = self.scores(layer, "layer", at=at)
-        else:
-            scores = self.scores(layer, per, at=at)
-            if per == "layer" or not 0 <= head < len(scores):
-                raise ValueError(
-                    f'there is no head {head} with per="{per}": kv has {self.groups} heads, query '
-                    f"{self.heads}"
-                )
-            scores = scores[head]
+        scores = self.scores(layer, "layer" if head is None else per, at=at)
         held = (self.evicted_at(layer)[:, : at + 1] > at).astype(float)
         if head is None:
             held = held.mean(0)
+        elif per == "layer" or not 0 <= head < len(scores):
+            raise ValueError(
+                f'there is no head {head} with per="{per}": kv has {self.groups} heads, query '
+                f"{self.heads}"
+            )
         else:
-            held = held[head if per == "kv" else head * self.groups // self.heads]
+            held = held[head * self.groups // len(scores)]
+            scores = scores[head]
         texts = pieces(tokenizer, self.ids[: at + 1])
         return [
             Token(int(j), texts[j], float(scores[j]), float(held[j]))
@@ -167,11 +175,14 @@ class Analysis:
         if not is_number(threshold) or not 0 < threshold <= 1:
             raise ValueError(f"threshold must be above 0 and at most 1, not {threshold!r}")
         if threshold not in self._small:
+            small: dict[int, np.ndarray] = {}
 
-            def measure(seen: Attention) -> tuple[Tensor, np.ndarray]:
-                return attend(seen)[0], sparsity(seen, threshold).cpu().numpy()
+            def visit(layer: int, seen: Attention) -> Tensor:
+                small[layer] = sparsity(seen, threshold).cpu().numpy()
+                return attend(seen)[0]
 
-            self._small[threshold] = measure_layers(self.model, self._tensor, measure)
+            watch(self.model, self._tensor, visit)
+            self._small[threshold] = small
         return np.stack([self._small[threshold][layer] for layer in self.layers])
 
     def power_law(self, per: str = "layer") -> measures.PowerLaw:
@@ -198,18 +209,15 @@ class Analysis:
             return np.stack([self._overlap_of_halves(layer, per) for layer in self.layers])
         per = "layer" if by == "layer" else per
         sets = [measures.top(self.scores(x, per), self.heavy(x)) for x in self.layers]
-        if by == "head":
-            return np.stack([measures.jaccard(x, x) for x in sets])
-        return measures.jaccard(np.stack(sets), np.stack(sets))
+        return measures.jaccard(np.stack(sets))
 
     def _overlap_of_halves(self, layer: int, per: str) -> np.ndarray:
         half = len(self) // 2
         early = self.scores(layer, per, at=half - 1)
         late = self.scores(layer, per)[..., :half] - early
         k = min(self.heavy(layer), max(half // 2, 1))
-        first, second = np.atleast_2d(measures.top(early, k), measures.top(late, k))
-        both = np.diagonal(measures.jaccard(first, second))
-        return both[0] if per == "layer" else both
+        first, second = measures.top(early, k), measures.top(late, k)
+        return (first & second).sum(-1) / (first | second).sum(-1)
 
     def frequency(self) -> dict[str, np.ndarray]:
         """Spearman's rank correlation of attention with a token's count in the text, each [L].
@@ -317,9 +325,8 @@ class Analysis:
         Takes the arguments of `tokens`. Returns `h2o.utils.draw.Html`, text that notebooks show.
         """
         tokens = sorted(self.tokens(tokenizer, layer, head, per=per, at=at))
-        return shade_text(
-            [x.text for x in tokens], [x.score for x in tokens], [x.held for x in tokens]
-        )
+        _, texts, scores, held = zip(*tokens, strict=True)
+        return shade_text(texts, scores, held)
 
     def plot(self, figure: str, ax: Any = None, **options: Any) -> Any:
         """Draw one of `h2o.analysis.figures.FIGURES` on matplotlib axes (new ones by default).
@@ -377,24 +384,17 @@ class Analysis:
         if at not in self._scores_at:
             rope, n = LengthDependentRope(self.model), at + 1
             is_whole = rope.regime(n) != rope.regime(len(self))  # n tokens alone have other angles
+            scores: dict[int, np.ndarray] = {}
 
-            def measure(seen: Attention) -> tuple[Tensor, np.ndarray]:
-                out, scores = attend(seen.first(n))
-                return attend(seen)[0] if is_whole else out, scores.cpu().numpy()
+            def visit(layer: int, seen: Attention) -> Tensor:
+                out, received = attend(seen.first(n))
+                scores[layer] = received.cpu().numpy()
+                return attend(seen)[0] if is_whole else out
 
+            watch(self.model, self._tensor if is_whole else self._tensor[:n], visit)
             last = len(self) - 1
-            text = self._tensor if is_whole else self._tensor[:n]
-            by_layer = measure_layers(self.model, text, measure)
-            self._scores_at = {last: self._scores_at[last], at: by_layer}
+            self._scores_at = {last: self._scores_at[last], at: scores}
         return self._scores_at[at]
 
     def _all_scores(self, per: str) -> np.ndarray:
         return np.stack([self.scores(layer, per) for layer in self.layers])
-
-    def _sum_heads(self, scores: np.ndarray, per: str) -> np.ndarray:
-        """Add up the scores [H, m] of query heads."""
-        if per not in ("query", "kv", "layer"):
-            raise ValueError(f"per must be kv, query or layer, not {per!r}")
-        if per == "kv":
-            return scores.reshape(self.groups, -1, scores.shape[-1]).sum(1)
-        return scores if per == "query" else scores.sum(0)

@@ -45,21 +45,17 @@ def backend_for(tensor: Any, *, opens: bool = True) -> SimpleNamespace:
     on_cpu = getattr(tensor, "is_cpu", None)  # only torch tensors have it
     if on_cpu is None or not HAS_CORE or (on_cpu and not forced):
         return core
-    if not forced and is_cuda(tensor) and not cuda.is_fake(tensor):
-        choose = cuda.backend_for if opens else cuda.backend_if_open
-        return choose(tensor.device.index, _torch_backend())
+    if not forced and tensor.is_cuda and not cuda.is_fake(tensor):
+        import torch
+
+        if torch.version.hip is None:  # not an AMD device
+            choose = cuda.backend_for if opens else cuda.backend_if_open
+            return choose(tensor.device.index, _torch_backend())
     return _torch_backend()
 
 
 backend_if_open = functools.partial(backend_for, opens=False)
 """`backend_for` for a decode step, which opens no device."""
-
-
-def is_cuda(tensor: Any) -> bool:
-    """Whether a torch tensor is on an NVIDIA device. torch's `is_cuda` includes AMD devices."""
-    import torch
-
-    return tensor.is_cuda and torch.version.hip is None
 
 
 @contextlib.contextmanager

@@ -141,13 +141,13 @@ def _first_mistake(
     """The first difference in a case. Later ones may follow from it."""
     name = "the text"
     try:
-        for name, arguments, results in _calls(case, device, seed, by_torch):
+        for name, arguments in _calls(case, device, seed, by_torch):
             copies = _map_tensors(arguments, Tensor.clone)
             getattr(kernels, name)(*copies)
             getattr(by_torch, name)(*arguments)
             wrong = [
                 label
-                for label, actual, expected in results(copies, arguments)
+                for label, actual, expected in _results(name, copies, arguments, case.D)
                 if not _equal(actual, expected, TOLERANCE[case.dtype])
             ]
             if wrong:
@@ -185,12 +185,8 @@ def _equal(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
 
 
 def _calls(case: Case, device: torch.device, seed: int, by_torch: Any) -> Iterator[Any]:
-    """Yield (operation, arguments, results) for each call of a case.
-
-    results(copies, arguments) pairs the tensors that both backends have written. The caller must
-    run the torch backend on the arguments before it asks for the next call, which continues from
-    them.
-    """
+    """Yield (operation, arguments) for each call of a case. The caller must run the torch backend
+    on the arguments before it asks for the next call, which continues from them."""
     D, H = case.D, G * case.R
     prompt, chunk, steps, heavy, recent, room = case.size
     total = prompt + chunk + steps
@@ -228,7 +224,7 @@ def _calls(case: Case, device: torch.device, seed: int, by_torch: Any) -> Iterat
         if tokens == 1:
             rotary = (table, _ranks(slots.positions)) if case.cache_relative else (None, None)
             arguments = (query[:, :, now], *new, None, slots, out, *numbers, *rotary, sinks)
-            yield "step", arguments, lambda a, b: _step_results(a, b, D)
+            yield "step", arguments
             continue
         scores = number(B, G, tokens)
         new = tuple(None if x is None else x.contiguous() for x in new)
@@ -236,19 +232,15 @@ def _calls(case: Case, device: torch.device, seed: int, by_torch: Any) -> Iterat
         stored = slots if first else None
         seen, rest = (query[:, :, now], *new, pads), (out, scores, *numbers, sinks)
         log_sums, fresh = number(B, H, tokens), _map_tensors([stored], Tensor.clone)[0]
+        yield "attend", (*seen, stored, *rest, None, None)
         by_torch.attend(*seen, stored, *rest, log_sums, None)  # writes only log_sums
-        yield (
-            "attend",
-            (*seen, fresh, *rest, None, log_sums),
-            lambda a, b: _attend_results(a, b)[1:],
-        )
-        yield "attend", (*seen, stored, *rest, None, None), _attend_results
+        yield "attend", (*seen, fresh, *rest, None, log_sums)  # writes only scores
         if first == 0 and case.size is LONG:  # scores that differ only in their last bits
             order = torch.arange(scores.numel(), dtype=torch.float32, device=device)
             near = 1 + (37 * order % 101).view_as(scores) / 2**23
             fresh = _map_tensors([slots], Tensor.clone)[0]
-            yield "evict", (*new, near, pads, fresh, policy), lambda a, b: _slots(a[4], b[4], D)
-        yield "evict", (*new, scores, pads, slots, policy), lambda a, b: _slots(a[4], b[4], D)
+            yield "evict", (*new, near, pads, fresh, policy)
+        yield "evict", (*new, scores, pads, slots, policy)
     if case.simulated:
         text = (query, keys, None if case.shared else values)
         yield from _simulation(case, text, mask, numbers, sinks, number)
@@ -258,22 +250,6 @@ def _ranks(positions: Tensor) -> Tensor:
     """Rank of each key by position within its head, -1 for an empty slot. Shaped like positions."""
     order = positions.masked_fill(positions < 0, torch.iinfo(torch.int32).max).argsort(-1)
     return order.argsort(-1).int().masked_fill(positions < 0, -1)
-
-
-def _step_results(actual: Any, expected: Any, D: int) -> list[tuple[str, Tensor, Tensor]]:
-    pairs = [("out", actual[5], expected[5]), *_slots(actual[4], expected[4], D)]
-    if actual[10] is not None:
-        ranks = [x[10].gather(-1, x[4].positions.argsort(-1)) for x in (actual, expected)]
-        pairs.append(("ranks", ranks[0], ranks[1]))
-    return pairs
-
-
-def _attend_results(actual: Any, expected: Any) -> list[tuple[str, Tensor, Tensor]]:
-    pairs = [("out", actual[5], expected[5]), ("scores", actual[6], expected[6])]
-    if actual[4] is not None:  # an empty slot may have any score
-        scores = [x[4].scores.masked_fill(x[4].positions < 0, 0) for x in (actual, expected)]
-        pairs.append(("slots.scores", scores[0], scores[1]))
-    return pairs
 
 
 def _simulation(
@@ -287,7 +263,7 @@ def _simulation(
     if case.kv_dtype is not None:
         store = new_slots(keys, total, kv_dtype=case.kv_dtype, shared=case.shared)
         arguments = (keys, values, number(B, G, total), pads, store, Policy())
-        yield "evict", arguments, lambda a, b: _slots(a[4], b[4], case.D)
+        yield "evict", arguments
         stored = (store.keys, store.values)
     prompt = case.size.prompt - torch.arange(B, dtype=torch.int32, device=keys.device)
     budget = number(B, 2, dtype=torch.int32)
@@ -296,8 +272,29 @@ def _simulation(
     evicted = number(B, G, total, dtype=torch.int32)
     scores = number(B, G, total)
     arguments = (*text, pads, prompt, budget, out, evicted, scores, *numbers, *stored, sinks)
-    names = ("out", "evicted_at", "scores")
-    yield "simulate", arguments, lambda a, b: list(zip(names, a[6:9], b[6:9], strict=True))
+    yield "simulate", arguments
+
+
+WRITTEN = {
+    "attend": {5: "out", 6: "scores"},
+    "evict": {},
+    "step": {5: "out"},
+    "simulate": {6: "out", 7: "evicted_at", 8: "scores"},
+}
+"""Operands that an operation writes besides slots and ranks, by place."""
+
+
+def _results(
+    operation: str, actual: Any, expected: Any, D: int
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Name and both versions of each tensor that a call may write."""
+    for place, name in WRITTEN[operation].items():
+        yield name, actual[place], expected[place]
+    if isinstance(actual[4], Slots):
+        yield from _slots(actual[4], expected[4], D)
+    if operation == "step" and actual[10] is not None:  # sorted like the slots
+        ranks = [x[10].gather(-1, x[4].positions.argsort(-1)) for x in (actual, expected)]
+        yield "ranks", ranks[0], ranks[1]
 
 
 def _slots(actual: Slots, expected: Slots, D: int) -> list[tuple[str, Tensor, Tensor]]:

@@ -213,7 +213,10 @@ def fastest(
 
     @functools.cache
     def is_usable(name: str) -> bool:
-        return not name or _is_right(attends[name], kernels, by_torch, depth, device)
+        """Whether torch has this attention and it agrees with the torch backend."""
+        operations = SimpleNamespace(**vars(kernels) | {"attend": attends[name]})
+        mistakes = partial(kernel_check.mistakes, operations, by_torch, device, _cases(depth))
+        return not name or not _if_available(mistakes, ["not available"])
 
     chosen: dict[int, str] = {}
     last = ""
@@ -231,21 +234,6 @@ def fastest(
 
 def _always(attention: Attention) -> Callable[[AttendOperands], Attention]:
     return lambda call: attention
-
-
-def _is_right(
-    attend: Callable[..., None],
-    kernels: SimpleNamespace,
-    by_torch: SimpleNamespace,
-    depth: int,
-    device: Any,
-) -> bool:
-    """Whether torch has this attention and it agrees with the torch backend."""
-    operations = SimpleNamespace(**vars(kernels) | {"attend": attend})
-    cases = _cases(depth)
-    return _if_available(
-        lambda: not kernel_check.mistakes(operations, by_torch, device, cases=cases), False
-    )
 
 
 def _cases(depth: int) -> tuple[kernel_check.Case, ...]:

@@ -17,16 +17,15 @@ from torch import Tensor
 
 from h2o.analysis.collect import analyzable_layers
 from h2o.calibration.allocate import allocate
-from h2o.calibration.head_costs import measure_costs, watch_gradients
+from h2o.calibration.head_costs import HEAVY, SINKS, measure_costs, watch_gradients
 from h2o.calibration.refine import measure_worth, move_budgets, surround
-from h2o.config import H2OConfig
 from h2o.config.head_budgets import LEAST
 from h2o.config.profile import Profile
 from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
 from h2o.hf.support import transformers_layers
 from h2o.model_identity import describe, sample
-from h2o.number_checks import check_seed, is_integer, is_number
+from h2o.number_checks import check_count, check_seed, is_integer, is_number
 from h2o.result_file import ResultFile, provenance
 
 FRACTIONS = (0.04, 0.1, 0.2, 0.4, 0.7)
@@ -39,8 +38,6 @@ as much as the cost of each head alone."""
 STEPS, STEP_WINDOWS = 2, 16
 """Number of refinement steps at each of these budgets, and number of windows in a step."""
 
-SINKS, HEAVY = 4, 0.75
-
 
 @dataclasses.dataclass(frozen=True)
 class Window:
@@ -49,10 +46,6 @@ class Window:
     text: str
     ids: Tensor
     """int64 [n]"""
-
-    @property
-    def sha256(self) -> str:
-        return _sha256(self.ids)
 
 
 def calibrate(
@@ -108,8 +101,7 @@ def calibrate(
     """
     full = analyzable_layers(model)
     LengthDependentRope(model).forget()
-    if not is_integer(draws) or draws < 1:
-        raise ValueError(f"draws must be an integer of at least 1, not {draws!r}")
+    check_count("draws", draws)
     check_seed(seed)
     listed = [*fractions] if isinstance(fractions, Iterable) else []
     if not listed or not all(is_number(x) and 0 < x <= 1 for x in listed):
@@ -125,7 +117,8 @@ def calibrate(
     }  # fmt: skip
     origin = provenance(model, None, str(getattr(model.config, "model_type", "")))
     origin = _gather(model, origin)[0]  # the fingerprint must be the same in all processes
-    cells = ResultFile(Path(resume)) if resume is not None and _rank(model) == 0 else None
+    rank, _ = tensor_parallel.part(model)
+    cells = ResultFile(Path(resume)) if resume is not None and rank == 0 else None
     low = [x for x in fractions if x <= refine]
     total = len(chosen) + len(low) * STEPS * min(STEP_WINDOWS, len(chosen))
     count = itertools.count()
@@ -133,7 +126,7 @@ def calibrate(
     def once(piece: Window, measure: Callable[[], dict[str, Any]], **more: Any) -> dict[str, Any]:
         """Measure on a window, or return the result of an earlier run."""
         done = next(count)
-        facts = {"window": piece.sha256, "settings": settings, "origin": origin, **more}
+        facts = {"window": _sha256(piece.ids), "settings": settings, "origin": origin, **more}
         result = _gather(model, cells.find(facts) if cells else None)[0]
         if result is None:
             progress(done, total)
@@ -155,9 +148,8 @@ def calibrate(
     table = np.mean([x["costs"] for x in alone], axis=0)
     tables: dict[float, np.ndarray] = {}
     in_order = itertools.cycle(chosen)
-    shares = np.ones(table.shape[:2])
     for fraction in reversed(fractions):
-        if fraction not in low or not tables or min(tables) not in low:
+        if fraction not in low or fraction == low[-1]:
             shares = _shares(table, grid, fraction, window)
         if fraction in low:  # starts from the refined shares of the next larger budget, if any
             for _ in range(STEPS):
@@ -180,13 +172,6 @@ def calibrate(
     )  # fmt: skip
 
 
-def config_of_head(budget: int) -> H2OConfig:
-    """The config of a head that may hold `budget` keys, ranked as by `H2OConfig.robust`."""
-    heavy = int(HEAVY * (budget - SINKS))
-    recent = budget - SINKS - heavy
-    return H2OConfig(heavy=heavy, recent=recent, sinks=SINKS, score_by="mean", value_weighted=True)
-
-
 def budget_grid(window: int) -> list[int]:
     """The budgets to measure: 8, 12, 16, 24, 32, 48, ... below the window."""
     steps = itertools.chain.from_iterable((2**i, 3 * 2 ** (i - 1)) for i in itertools.count(3))
@@ -200,8 +185,8 @@ def iterate_windows(input_ids: Any, window: int, limit: int | None) -> Iterator[
     """
     if not is_integer(window) or window <= 2 * LEAST:
         raise ValueError(f"window must be more than {2 * LEAST} tokens, not {window!r}")
-    if limit is not None and (not is_integer(limit) or limit < 1):
-        raise ValueError(f"windows must be a whole number of at least 1, not {limit!r}")
+    if limit is not None:
+        check_count("windows", limit)
     pieces = []
     for name, ids in _texts(input_ids):
         if len(ids) < window:
@@ -210,17 +195,12 @@ def iterate_windows(input_ids: Any, window: int, limit: int | None) -> Iterator[
                 "more text or a smaller window"
             )
         pieces.append([Window(name, piece) for piece in ids.split(window) if len(piece) == window])
-    wanted = limit or sum(map(len, pieces))
-    numbers = [0] * len(pieces)  # number of windows from each text
-    while sum(numbers) < min(wanted, sum(map(len, pieces))):
-        open_ = [i for i, piece in enumerate(pieces) if numbers[i] < len(piece)]
-        numbers[min(open_, key=numbers.__getitem__)] += 1
-    spread = [
-        [of_text[i * len(of_text) // number] for i in range(number)]
-        for of_text, number in zip(pieces, numbers, strict=True)
-    ]
-    for of_each in itertools.zip_longest(*spread):
-        yield from (piece for piece in of_each if piece is not None)
+    rounds = itertools.zip_longest(*([i] * len(of_text) for i, of_text in enumerate(pieces)))
+    turns = [i for texts in rounds for i in texts if i is not None][:limit]
+    done = [0] * len(pieces)
+    for i in turns:  # the windows of a text are spread over it
+        yield pieces[i][done[i] * len(pieces[i]) // turns.count(i)]
+        done[i] += 1
 
 
 def _texts(input_ids: Any) -> Iterator[tuple[str, Tensor]]:
@@ -235,8 +215,9 @@ def _texts(input_ids: Any) -> Iterator[tuple[str, Tensor]]:
         raise ValueError("input_ids: there is no text")
     for name, ids in named:
         if not isinstance(ids, Tensor) or ids.is_floating_point():
+            kind = f"a tensor of {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__
             raise TypeError(
-                f"input_ids: {name} is {_kind(ids)}, wanted a torch tensor of token ids: "
+                f"input_ids: {name} is {kind}, wanted a torch tensor of token ids: "
                 'h2o.calibrate(model, tokenizer(text, return_tensors="pt")["input_ids"])'
             )
         if ids.ndim == 2 and len(ids) == 1:
@@ -249,15 +230,11 @@ def _texts(input_ids: Any) -> Iterator[tuple[str, Tensor]]:
         yield name, ids.cpu().long()
 
 
-def _kind(value: Any) -> str:
-    return f"a tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
-
-
 def _costs(model: Any, piece: Window, grid: Sequence[int], draws: int, seed: int) -> np.ndarray:
     """Costs [full layers, G, grid] of a window."""
-    generator = torch.Generator("cpu").manual_seed(int(piece.sha256[:12], 16) + seed)
+    generator = torch.Generator("cpu").manual_seed(int(_sha256(piece.ids)[:12], 16) + seed)
     layers = watch_gradients(model, piece.ids, generator, draws)
-    by_layer = [measure_costs(layers.pop(layer), grid, config_of_head) for layer in sorted(layers)]
+    by_layer = [measure_costs(*layers.pop(layer), grid) for layer in sorted(layers)]
     return _gather_heads(torch.stack(by_layer).numpy(), model)
 
 
@@ -266,12 +243,6 @@ def _gather_heads(local: np.ndarray, model: Any) -> np.ndarray:
     if local.shape[1] == describe(model.config).get("num_key_value_heads"):
         return local
     return np.concatenate(_gather(model, local), axis=1)
-
-
-def _rank(model: Any) -> int:
-    """Rank of this process among those over which the model is cut."""
-    mesh = tensor_parallel.mesh_of(model)
-    return 0 if mesh is None else mesh.get_local_rank()
 
 
 def _gather(model: Any, value: Any) -> list[Any]:
@@ -305,7 +276,7 @@ def _step(
     budgets = surround(scale_keys(shares, fraction * window, window), LEAST, window)
 
     def measure(piece: Window) -> dict[str, Any]:
-        local, _ = measure_worth(model, piece.ids, budgets, config_of_head)
+        local, _ = measure_worth(model, piece.ids, budgets)
         return {"worth": _gather_heads(local, model).tolist()}
 
     results = [
@@ -319,15 +290,10 @@ def _step(
 
 def scale_keys(shares: np.ndarray, mean: float, most: int) -> np.ndarray:
     """Number of keys for each head: `mean` on average, at least LEAST and at most `most`."""
-    mean = min(max(mean, LEAST), most)
-    low, high = 0.0, most * shares.size / shares.min()
-    for _ in range(60):  # bisection for the factor with this mean
-        factor = (low + high) / 2
-        if np.clip(factor * shares, LEAST, most).mean() < mean:
-            low = factor
-        else:
-            high = factor
-    return np.clip(high * shares, LEAST, most)
+    # The mean is linear in the factor, except where a head reaches a bound.
+    factors = np.sort([LEAST / shares, most / shares], axis=None)
+    means = [np.clip(factor * shares, LEAST, most).mean() for factor in factors]
+    return np.clip(np.interp(mean, means, factors) * shares, LEAST, most)
 
 
 def _expand_to_layers(

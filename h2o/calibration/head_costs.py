@@ -12,8 +12,7 @@ Shape letters: H query heads, G key/value heads (H = G * R), n tokens, D head di
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,26 +20,33 @@ from torch import Tensor
 
 from h2o import ops
 from h2o.analysis.collect import Attention, analyzable_layers
+from h2o.budgets import split_heavy_recent
 from h2o.config import H2OConfig
 from h2o.hf.attention.attention_call import AttentionCall
 from h2o.hf.attention.attention_hook import replace_attention
 from h2o.hf.model_traits.wrappers import input_device
 
+SINKS, HEAVY = 4, 0.75
 
-@dataclasses.dataclass(frozen=True)
-class AttentionAndGradients(Attention):
-    """One layer's attention on one text, and gradients with respect to its output, in float32,
-    because costs are computed from differences between outputs."""
+POLICY = H2OConfig.robust(1.0).policy
+"""The policy by which heads evict"""
 
-    gradients: list[Tensor] = dataclasses.field(default_factory=list)
-    """Gradient [n, H, D] float32 of the log-likelihood of each drawn continuation."""
+
+def heavy_and_recent(budget: int) -> tuple[int, int]:
+    """The parts of a head's budget besides the sinks, as in `H2OConfig.robust`."""
+    return split_heavy_recent(budget - SINKS, HEAVY)
 
 
 def watch_gradients(
     model: Any, ids: Tensor, generator: torch.Generator, draws: int
-) -> dict[int, AttentionAndGradients]:
-    """Run a model on a text [n] without eviction, and record the attention of each full layer."""
-    layers: dict[int, AttentionAndGradients] = {}
+) -> dict[int, tuple[Attention, list[Tensor]]]:
+    """Run a model on a text [n] without eviction, and record each full layer.
+
+    Returns:
+        by layer (attention, gradients with respect to its output). There is one gradient [n, H, D]
+        float32 for each drawn continuation, of the log-likelihood of the continuation.
+    """
+    layers: dict[int, tuple[Attention, list[Tensor]]] = {}
     outputs: list[Tensor] = []
 
     def attention(call: AttentionCall) -> Tensor:
@@ -48,10 +54,7 @@ def watch_gradients(
         if not out.requires_grad:  # the first layer, if its parameters are frozen
             out.requires_grad_()
         outputs.append(out)
-        q, k, v = (x[0].detach().float() for x in (call.query, call.key, call.value))
-        layers[call.layer] = AttentionAndGradients(
-            q, k, v, call.scale, call.softcap, call.sink_logits
-        )
+        layers[call.layer] = Attention.of(call), []
         return out
 
     with replace_attention(model, analyzable_layers(model), attention), torch.enable_grad():
@@ -61,44 +64,51 @@ def watch_gradients(
             gradients = torch.autograd.grad(
                 logits, outputs, direction[None], retain_graph=draw + 1 < draws
             )
-            for watched, gradient in zip(layers.values(), gradients, strict=True):
-                watched.gradients.append(gradient[0].float())
+            for (_, of_layer), gradient in zip(layers.values(), gradients, strict=True):
+                of_layer.append(gradient[0].float())
     return layers
 
 
-def measure_costs(
-    watched: AttentionAndGradients, budgets: Sequence[int], policy: Callable[[int], H2OConfig]
-) -> Tensor:
+def measure_costs(seen: Attention, gradients: list[Tensor], budgets: Sequence[int]) -> Tensor:
     """Cost of evicting in each key/value head alone at each budget, in nats per token.
 
     Args:
+        seen, gradients: a result of `watch_gradients`.
         budgets: numbers of tokens that a head may hold.
-        policy: function of a budget that returns the cache's config.
 
     Returns:
         float64 [G, budgets]: mean over the draws of sum_t (g_t . do_t)^2 / 2n, where do_t is the
         change of the output of the head's queries at token t with eviction from the first token on.
     """
-    G, n, _ = watched.keys.shape
-    configs = [policy(min(budget, n)) for budget in budgets]
-    amounts = [config.tokens(n) for config in configs] + [(n, 0)]
-    rows = len(amounts)
-    q, k, v = (x.expand(rows, *x.shape) for x in (watched.query, watched.keys, watched.values))
-    device = q.device
-    with torch.no_grad():
-        out, _, _ = ops.simulate(
-            q, k, v,
-            torch.ones(rows, dtype=torch.int32, device=device),
-            torch.tensor(amounts, dtype=torch.int32, device=device),
-            scale=watched.scale, softcap=watched.softcap, sink_logits=watched.sink_logits,
-            policy=configs[0].policy,
-        )  # fmt: skip
-        change = (out[:-1] - out[-1]).reshape(rows - 1, n, G, -1)
-        total = torch.zeros(rows - 1, G, dtype=torch.float64, device=device)
-        for gradient in watched.gradients:
-            by_token = (change * gradient.reshape(n, G, -1)).sum(-1)
-            total += by_token.double().square().sum(1)
-        return (total.T / (2 * n * len(watched.gradients))).cpu()
+    G, n, _ = seen.keys.shape
+    amounts = [heavy_and_recent(min(budget, n)) for budget in budgets]
+    out, _ = attend_with_budgets(seen, [*amounts, (n, 0)])
+    change = (out[:-1] - out[-1]).reshape(len(budgets), n, G, -1)
+    total = torch.zeros(len(budgets), G, dtype=torch.float64, device=out.device)
+    for gradient in gradients:
+        by_token = (change * gradient.reshape(n, G, -1)).sum(-1)
+        total += by_token.double().square().sum(1)
+    return (total.T / (2 * n * len(gradients))).cpu()
+
+
+@torch.no_grad()
+def attend_with_budgets(seen: Attention, amounts: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """Attend with eviction from the first token on, once for each entry of `amounts`: (heavy,
+    recent) of all heads or of each key/value head. This is done in float32, since costs are
+    computed from differences between outputs.
+
+    Returns:
+        (outputs [budgets, n, H, D], evicted_at [budgets, G, n]) as of `h2o.ops.simulate`.
+    """
+    rows, device = len(amounts), seen.query.device
+    tensors = seen.query, seen.keys, seen.values
+    out, evicted_at, _ = ops.simulate(
+        *(x.detach().float().expand(rows, *x.shape) for x in tensors),
+        torch.ones(rows, dtype=torch.int32, device=device),
+        torch.tensor(amounts, dtype=torch.int32, device=device),
+        scale=seen.scale, softcap=seen.softcap, sink_logits=seen.sink_logits, policy=POLICY,
+    )  # fmt: skip
+    return out, evicted_at
 
 
 ROWS = 128  # rows of logits in memory at one time

@@ -11,17 +11,14 @@ Shape letters: H query heads, G key/value heads (H = G * R), n tokens, D head di
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from h2o import ops
-from h2o.analysis.collect import analyzable_layers, forward
-from h2o.calibration.head_costs import ROWS
-from h2o.config import H2OConfig
+from h2o.analysis.collect import Attention, analyzable_layers, forward
+from h2o.calibration.head_costs import ROWS, attend_with_budgets, heavy_and_recent
 from h2o.config.head_budgets import expand_to_heads
 from h2o.hf.attention.attention import softmax_attention
 from h2o.hf.attention.attention_call import AttentionCall
@@ -39,15 +36,12 @@ def surround(budgets: np.ndarray, least: int, most: int) -> np.ndarray:
     return np.clip(np.rint(three), least, most).astype(int)
 
 
-def measure_worth(
-    model: Any, ids: Tensor, budgets: np.ndarray, policy: Callable[[int], H2OConfig]
-) -> tuple[np.ndarray, float]:
+def measure_worth(model: Any, ids: Tensor, budgets: np.ndarray) -> tuple[np.ndarray, float]:
     """Measure the worth to each head of the keys between its smaller and its larger budget.
 
     Args:
         ids: [n], without padding.
         budgets: int [3, full layers, G], from `surround`.
-        policy: function of a budget that returns the cache's config.
 
     Returns:
         (worth, divergence). worth is float64 [full layers, G of this process]: the increase of the
@@ -60,24 +54,13 @@ def measure_worth(
     changes: list[Tensor] = []
 
     def attention(call: AttentionCall) -> Tensor:
-        query, key, value = call.query, call.key, call.value
-        device = query.device
-        configs = [[policy(int(x)) for x in row] for row in budgets[:, order[call.layer]]]
-        amounts = [[config.tokens(len(ids)) for config in row] for row in configs]
-        part = tensor_parallel.part(call.module)
-        by_head = expand_to_heads(amounts, key.shape[1], part)
-        with torch.no_grad():
-            q, k, v = (x.detach().float().expand(3, *x.shape[1:]) for x in (query, key, value))
-            out, evicted_at, _ = ops.simulate(
-                q, k, v,
-                torch.ones(3, dtype=torch.int32, device=device),
-                torch.tensor(by_head, dtype=torch.int32, device=device),
-                scale=call.scale, softcap=call.softcap, sink_logits=call.sink_logits,
-                policy=configs[0][0].policy,
-            )  # fmt: skip
-            changes.append((out[2] - out[1]).reshape(len(ids), k.shape[1], -1))
-        logits = call.scale, call.softcap, call.sink_logits
-        attended = _attend(query[0], key[0], value[0], evicted_at[0], *logits)
+        seen = Attention.of(call)
+        of_layer = budgets[:, order[call.layer]].tolist()
+        amounts = [[heavy_and_recent(budget) for budget in row] for row in of_layer]
+        G, part = len(seen.keys), tensor_parallel.part(call.module)
+        out, evicted_at = attend_with_budgets(seen, expand_to_heads(amounts, G, part))
+        changes.append((out[2] - out[1]).reshape(len(ids), G, -1))
+        attended = _attend(seen, evicted_at[0])
         if not attended.requires_grad:  # the first layer, if its parameters are frozen
             attended.requires_grad_()
         outputs.append(attended)
@@ -109,29 +92,21 @@ def move_budgets(budgets: np.ndarray, between: np.ndarray, worths: np.ndarray) -
     return budgets * np.clip(np.sqrt(np.clip(relative, 0, None)), 0.5, 2)
 
 
-def _attend(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    evicted_at: Tensor,
-    scale: float | None,
-    softcap: float,
-    sink_logits: Tensor | None,
-) -> Tensor:
-    """The attention of `ops.simulate`, with a gradient, but none for the choice of keys.
-
-    query is [H, n, D], keys and values are [G, n, D], and the result is [1, n, H, D].
-    """
-    H, n, D = query.shape
-    G = len(keys)
+def _attend(seen: Attention, evicted_at: Tensor) -> Tensor:
+    """The attention [1, n, H, D] of `ops.simulate`, with a gradient, but none for the choice of
+    keys."""
+    query, keys, values = seen.query, seen.keys, seen.values
+    (H, n, D), G = query.shape, len(keys)
     row = torch.arange(n, device=query.device)
-    seen = (row[:, None] < evicted_at[:, None]) & (row[:, None] >= row)
-    if softcap or sink_logits is not None:
-        batch = query[None], keys[None], values[None], seen[None]
-        return softmax_attention(*batch, scale, softcap, sink_logits)
+    mask = (row[:, None] < evicted_at[:, None]) & (row[:, None] >= row)
+    if seen.softcap or seen.sink_logits is not None:
+        batch = query[None], keys[None], values[None], mask[None]
+        return softmax_attention(*batch, seen.scale, seen.softcap, seen.sink_logits)
     q = query.reshape(G, H // G, n, D)
     k, v = (x[:, None].expand(q.shape) for x in (keys, values))
-    out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None], scale=scale)
+    out = nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask[:, None], scale=seen.scale
+    )
     return out.reshape(1, H, n, D).transpose(1, 2).contiguous()
 
 

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from h2o import models
 from h2o.cli import texts
 from h2o.cli.cache_options import (
     OPTIONS,
@@ -16,6 +17,12 @@ from h2o.cli.cache_options import (
     make_setting,
     parse_count,
 )
+from h2o.errors import UserError
+from h2o.evaluation.setting import parse_all
+from h2o.utils.draw import import_optional
+from h2o.utils.filesystem import make_writable
+from h2o.utils.processes import check_single_process
+from h2o.utils.progress import stopwatch
 
 DESCRIPTION = """\
 Shows what a model attends to in a text, and which tokens an H2O cache would keep. Writes a page for
@@ -51,8 +58,6 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Add the `setting`, the `settings` to compare and the `content` of --text to the options."""
-    from h2o.evaluation.setting import parse_all
-
     if options.removal_tokens < 0 or options.removal_tokens in (1, 2):
         parser.error("argument --removal-tokens: must be 0 or at least 3")
     texts.check_output(parser, "--output", options.output, [options.text])
@@ -70,14 +75,8 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Run the command and return its exit code. Raises UserError."""
-    from h2o.errors import UserError
-    from h2o.utils.filesystem import make_writable
-    from h2o.utils.processes import check_single_process
-
     check_single_process("h2o analyze")
     try:
-        from h2o.utils.draw import import_optional
-
         import_optional("matplotlib")
         import_optional("jinja2")
         make_writable(options.output.absolute().parent)
@@ -89,11 +88,9 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 def measure(options: argparse.Namespace) -> None:
     """Load the model, measure, and write the page. Progress goes to stderr."""
-    from h2o import models
     from h2o.analysis.analyze import analyze
     from h2o.analysis.figures import OWN
     from h2o.analysis.page import LONGEST, write
-    from h2o.utils.progress import stopwatch
 
     log = stopwatch()
     config, settings = options.setting.config, options.settings

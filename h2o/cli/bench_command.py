@@ -15,6 +15,8 @@ from h2o.cli.cache_options import (
     make_settings,
     parse_count,
 )
+from h2o.evaluation import setting
+from h2o.evaluation.text_table import table
 from h2o.utils.progress import print_line
 
 COMPARE = "authors"
@@ -52,8 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Add the `settings` to time to the options. Options that do not go together end in
     `parser.error`."""
-    from h2o.evaluation import setting
-
     settings = make_settings(options, COMPARE, ",".join(options.budgets))
     for one in settings:
         if not one.is_cache:
@@ -65,9 +65,10 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Run the command and return its exit code. Raises: UserError (`h2o.errors`)."""
     from h2o import models
-    from h2o.evaluation import speed
 
     models.need_transformers()
+    from h2o.evaluation import speed
+
     log = partial(print_line, quiet=options.json)
     model, tokenizer = load_model(options, options.settings, log)
     result = {"model": options.model or models.DEFAULT_MODEL} | speed.measure(
@@ -80,8 +81,6 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 def format_result(result: dict[str, Any]) -> str:
     """Format the results as a table: each cache's figures, and their ratio to the full cache's."""
-    from h2o.evaluation.text_table import table
-
     machine = result["machine"]
     name = machine["name"]
     if machine["device"] == "cpu":

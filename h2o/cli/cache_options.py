@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from h2o import models
 from h2o.budgets import parse_amount
 from h2o.config import PRESETS, H2OConfig
 from h2o.config.profile import Profile
+from h2o.evaluation.model_fit import check_fit
 from h2o.evaluation.setting import Setting, from_config, load_shares, parse_all, with_profile
 from h2o.kv_dtype import QUANTIZED
 from h2o.policy import FIELDS, Field
@@ -115,14 +117,6 @@ def add_device(add: Callable[..., Any]) -> None:
     """Add --device."""
     add("--device", default="cpu", metavar="NAME",
         help="where the model runs: cpu, cuda, cuda:1, mps, ... (%(default)s)")  # fmt: skip
-
-
-def add_pin(add: Callable[..., Any]) -> None:
-    """Add --pin and --system."""
-    add("--system", metavar="TEXT", help="text of the chat's system message (with --chat)")
-    add("--pin", type=PINS, metavar="WHAT", help="keys that are never evicted; they count "
-        "toward the budget. system: the chat's system turn; prompt: the whole prompt; or spans of "
-        "its tokens, such as 0:40,100:120")  # fmt: skip
 
 
 def parse_count(text: str) -> int:
@@ -227,22 +221,19 @@ def make_settings(
 
 
 def load_model(
-    options: argparse.Namespace, settings: Iterable[Setting], log: Callable[[str], None]
+    options: argparse.Namespace, settings: Sequence[Setting], log: Callable[[str], None]
 ) -> tuple[Any, Any]:
     """Load the model of --model and its tokenizer. `log` is called with a line before each part.
 
     Raises: UserError for a model that cannot be loaded or does not support one of the settings.
     """
-    from h2o import models
-    from h2o.evaluation.model_fit import check_fit
-
     return models.load_model(
         options.model,
         dtype=options.dtype,
         device=options.device,
         attn_implementation=None,
         log=log,
-        check=check_fit(settings),
+        check=partial(check_fit, settings),
     )
 
 

@@ -7,6 +7,12 @@ from pathlib import Path
 
 from h2o.cli import texts
 from h2o.cli.cache_options import add_model, load_model, parse_count
+from h2o.config import H2OConfig
+from h2o.errors import UserError
+from h2o.evaluation.setting import from_config
+from h2o.utils.filesystem import make_writable
+from h2o.utils.processes import check_single_process
+from h2o.utils.progress import stopwatch
 
 DESCRIPTION = """\
 Measures on texts of your choice which heads of a model need a larger share of the budget, and
@@ -37,10 +43,6 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Run the command and return its exit code. Raises: UserError."""
-    from h2o.errors import UserError
-    from h2o.utils.filesystem import make_writable
-    from h2o.utils.processes import check_single_process
-
     check_single_process("h2o calibrate")
     if options.output.suffix != ".json":
         parser.error(f"argument --output: {options.output} must end in .json, as profile.json does")
@@ -60,9 +62,6 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 def measure(options: argparse.Namespace, contents: dict[str, str]) -> None:
     """Load the model, calibrate, and write the profile. Progress goes to stderr."""
     from h2o.calibration.calibrate import calibrate
-    from h2o.config import H2OConfig
-    from h2o.evaluation.setting import from_config
-    from h2o.utils.progress import stopwatch
 
     log = stopwatch()
     model, tokenizer = load_model(options, [from_config(H2OConfig())], log)

@@ -8,11 +8,12 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from h2o import models, packages
 from h2o.cli import prompts_file, texts
 from h2o.cli.cache_options import (
+    PINS,
     add_cache_options,
     add_model,
-    add_pin,
     load_model,
     make_setting,
     parse_count,
@@ -41,7 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt-file", metavar="FILE", help="a text file, - for standard input; without either "
         "option: a shipped article of 2100 tokens and a question about it")  # fmt: skip
     add("--chat", action="store_true", help="wrap the prompt in the model's chat template")
-    add_pin(add)
+    add("--system", metavar="TEXT", help="text of the chat's system message (with --chat)")
+    add("--pin", type=PINS, metavar="WHAT", help="keys that are never evicted; they count "
+        "toward the budget. system: the chat's system turn; prompt: the whole prompt; or spans of "
+        "its tokens, such as 0:40,100:120")  # fmt: skip
     add_cache_options(parser.add_argument_group("what the cache keeps"))
     add = parser.add_argument_group("how to generate").add_argument
     add("--max-new-tokens", type=parse_count, default=120, metavar="N",
@@ -72,7 +76,10 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     prompts_file.check(parser, options)
     if options.prompt_file is not None:
         options.document = texts.read(parser, "--prompt-file", options.prompt_file)
-    texts.check_encoding(parser, "--prompt", options.prompt)
+    try:
+        (options.prompt or "").encode()
+    except UnicodeEncodeError:
+        parser.error("argument --prompt: not a text in UTF-8")
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -86,7 +93,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(asdict(result), indent=2))
         return 0
-    lines = [""] if options.compare is None else comparison.format_answers(result, *asked)
+    lines = [] if options.compare is None else comparison.format_answers(result, *asked)
     if options.compare is None or not is_shipped(options):
         lines += ["", *comparison.format_figures(result)]
     print("\n".join(lines))
@@ -95,18 +102,29 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 def generate(options: argparse.Namespace) -> Comparison:
     """Generate greedily with an H2OCache, or with each of the caches to compare."""
-    from h2o import models, packages
+    import torch
+
     from h2o.evaluation import generation
+    from h2o.hf.batching.request import tokenize
+    from h2o.hf.batching.system_turn import system_span
 
     log = partial(print_line, quiet=options.json)
-    parts = prompt_parts(options)
+    prompt: Any = prompt_text(options)
     model, tokenizer = load_model(options, [options.setting, *options.settings], log)
-    chat = options.chat or (is_shipped(options) and tokenizer.chat_template is not None)
-    ids = models.encode(tokenizer, "\n\n".join(parts), chat, options.system).to(model.device)
+    if options.chat and tokenizer.chat_template is None:
+        raise UserError("--chat: this model's tokenizer has no chat template")
+    if options.chat or (is_shipped(options) and tokenizer.chat_template is not None):
+        prompt = models.messages(prompt, options.system)
+    ids = torch.tensor([tokenize(prompt, tokenizer)], dtype=torch.long, device=model.device)
     tokens = ids.shape[1]
     models.check_length(model, tokens, options.max_new_tokens)
     log(f"reading a prompt of {tokens} tokens")
-    pinned = find_pins(options, tokenizer, parts, ids)
+    pinned = options.pin
+    if pinned == "system":
+        try:
+            pinned = [system_span(tokenizer, prompt, ids[0].tolist())]
+        except ValueError as error:
+            raise UserError(f"--pin: {error}") from error
     generation.warm_up(model, ids)
     runs = [
         generation.generate(
@@ -115,7 +133,7 @@ def generate(options: argparse.Namespace) -> Comparison:
             log=log,
             pinned=pinned,
             compile=options.compile,
-            stream=None if options.json or options.compare else partial(print, end="", flush=True),
+            prints=not (options.json or options.compare),
             quiet=options.json,
         )
         for mode, cache in choose_caches(options, model, tokens).items()
@@ -130,28 +148,14 @@ def generate(options: argparse.Namespace) -> Comparison:
     )
 
 
-def prompt_parts(options: argparse.Namespace) -> list[str]:
-    """The parts of the prompt in their order. Raises: UserError for an empty prompt."""
+def prompt_text(options: argparse.Namespace) -> str:
+    """The whole prompt. Raises: UserError if it is empty."""
     shipped = is_shipped(options)
     parts = [texts.article(), QUESTION] if shipped else [options.prompt, options.document]
     parts = [part.strip() for part in parts if part and part.strip()]
     if not parts:
         raise UserError("the prompt is empty")
-    return parts
-
-
-def find_pins(options: argparse.Namespace, tokenizer: Any, parts: list[str], ids: Any) -> Any:
-    """The cache's argument `pinned` for --pin. Raises: UserError if there is no system turn."""
-    from h2o import models
-    from h2o.hf.batching.system_turn import system_span
-
-    if options.pin != "system":
-        return options.pin
-    messages = models.messages("\n\n".join(parts), options.system)
-    try:
-        return [system_span(tokenizer, messages, ids[0].tolist())]
-    except ValueError as error:
-        raise UserError(f"--pin: {error}") from error
+    return "\n\n".join(parts)
 
 
 def choose_caches(

@@ -12,6 +12,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
+from h2o import backends, models, ops, packages
 from h2o.cli.cache_options import (
     add_cache_options,
     add_compare,
@@ -21,6 +22,9 @@ from h2o.cli.cache_options import (
     parse_count,
     parse_name,
 )
+from h2o.errors import UserError
+from h2o.evaluation.model_fit import check_fit
+from h2o.evaluation.text_table import table
 
 COMPARE = "full,budget:0.2,budget:0.1"
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -84,9 +88,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Run the command. The exit code is 0 unless the model is not supported or a kernel is wrong.
     Raises: UserError."""
     if options.model:
-        from h2o.models import quiet_libraries
-
-        quiet_libraries()
+        models.quiet_libraries()
         if options.memory is not None:
             return print_requests(options)
         return print_support(options.model, options.json)
@@ -95,8 +97,6 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     # If torch is loaded, as it is when a model runs, the core uses torch's threads.
     with contextlib.suppress(ImportError):
         import torch  # noqa: F401
-    from h2o import ops, packages
-
     if not packages.has_core():
         print(packages.without_core(), file=sys.stderr)
     core = ops.info()
@@ -117,7 +117,6 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 def print_support(name: str, as_json: bool) -> int:
     """Print whether and how h2o supports a model, judging by its config. The exit code is 0 if h2o
     supports it."""
-    from h2o import models
     from h2o.hf.support import supports
 
     support = supports(models.load_config(name))
@@ -127,29 +126,22 @@ def print_support(name: str, as_json: bool) -> int:
 
 def print_requests(options: argparse.Namespace) -> int:
     """Print how many requests of a model fit in memory with each setting. The exit code is 0."""
-    from h2o import models
     from h2o.evaluation.cache_bytes import request_bytes, state_bytes
-    from h2o.evaluation.model_fit import check_fit
-    from h2o.evaluation.text_table import table
 
     config = models.load_config(options.model)
     if options.dtype != "auto":
         import torch
 
         config.get_text_config(decoder=True).dtype = getattr(torch, options.dtype)
-    check_fit(options.settings)(config)
+    check_fit(options.settings, config)
     end = options.prompt + options.new
     states = state_bytes(config)
-    sizes = {
-        x.name: request_bytes(config, x, options.prompt, end) + (states or 0)
-        for x in options.settings
-    }
-    fitting = {name: options.memory // size for name, size in sizes.items()}
+    rows = []
+    for one in options.settings:
+        size = request_bytes(config, one, options.prompt, end) + (states or 0)
+        count = options.memory // size
+        rows.append({"setting": one.name, "bytes": size, "state_bytes": states, "requests": count})
     if options.json:
-        rows = [
-            {"setting": x, "bytes": sizes[x], "state_bytes": states, "requests": fitting[x]}
-            for x in sizes
-        ]
         print(json.dumps(rows, indent=2))
         return 0
     print(f"{options.model}: prompts of {options.prompt} tokens and {options.new} new ones")
@@ -160,16 +152,13 @@ def print_requests(options: argparse.Namespace) -> int:
     if states is None:
         print("A request also takes memory for states, whose size is unknown. It is not counted.")
     print()
-    rows = [(x, f"{sizes[x] / 1e6:.2f} MB", fitting[x]) for x in sizes]
-    print(table(("setting", "a request", "requests"), rows))
+    cells = [(x["setting"], f"{x['bytes'] / 1e6:.2f} MB", x["requests"]) for x in rows]
+    print(table(("setting", "a request", "requests"), cells))
     return 0
 
 
 def print_check(as_json: bool) -> int:
     """Print the mistakes of the kernels on CUDA devices. The exit code is 0 if there are none."""
-    from h2o import backends
-    from h2o.errors import UserError
-
     try:
         mistakes = backends.check()
     except RuntimeError as error:

@@ -12,19 +12,19 @@ prompt that has changed since is an error.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from h2o import models
 from h2o.cli import texts
 from h2o.cli.cache_options import load_model, parse_count
 from h2o.errors import UserError
 from h2o.model_identity import files_fingerprint
-from h2o.number_checks import is_integer
+from h2o.number_checks import check_count, check_seed, is_integer
 from h2o.result_file import fingerprint
 from h2o.utils.filesystem import atomic_write, lock, make_writable
 from h2o.utils.progress import print_line
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 FIELDS = {"id", "prompt", "messages", "max_new_tokens", "seed", "pinned"}
 ROWS = 16
 """Default of --rows"""
+BEGINNING = b'{"id": '
+"""The first characters of each line of the output"""
 SETTINGS = ("model", "dtype", "max_new_tokens", "chat", "system", "pin")
 """Options that answers depend on, in addition to those of the cache"""
 
@@ -65,10 +67,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Add `lines`, the prompts of the file, to the options."""
-    others = ("output", "rows")
     if options.prompts is None:
-        if asked := [name for name in others if getattr(options, name) is not None]:
-            parser.error(f"argument --{asked[0]}: requires --prompts")
+        for name in ("output", "rows"):
+            if getattr(options, name) is not None:
+                parser.error(f"argument --{name}: requires --prompts")
         return
     if options.output is None:
         parser.error("argument --prompts: requires --output FILE for the answers")
@@ -122,29 +124,23 @@ def _answer_all(options: argparse.Namespace, output: Path) -> int:
     )
     by_number = ((numbers[result.index], result) for result in results)
     everything = chain(unanswerable.items(), by_number)
+    # disable=None: a bar is shown on a terminal only.
+    bar = tqdm(everything, "prompts", len(lines), leave=False, disable=None)
     failed = 0
-    with _writing(output) as file:
-        # disable=None: a bar is shown on a terminal only.
-        for number, result in tqdm(everything, "prompts", len(lines), leave=False, disable=None):
-            file.write(_as_line(_answer(lines[number], result, settings)))
-            file.flush()
-            failed += result.error is not None
-    if failed:
-        print_line(f"{failed} prompts failed: see the errors in {output}")
-    return 1 if failed else 0
-
-
-@contextlib.contextmanager
-def _writing(output: Path) -> Iterator[TextIO]:
-    """Open a file to append answers. Raises: UserError if that fails, as on a full disk."""
     try:
         with output.open("a", encoding="utf-8") as file:
-            yield file
-    except OSError as error:
+            for number, result in bar:
+                file.write(_as_line(_answer(lines[number], result, settings)))
+                file.flush()
+                failed += result.error is not None
+    except OSError as error:  # such as a full disk
         raise UserError(
             f"cannot write {output}: {error.strerror}. When this is solved, run the command again: "
             "it keeps the answers in the file and continues"
         ) from error
+    if failed:
+        print_line(f"{failed} prompts failed: see the errors in {output}")
+    return 1 if failed else 0
 
 
 def _tokenize_all(
@@ -152,7 +148,6 @@ def _tokenize_all(
 ) -> tuple[dict[int, Request], dict[int, Result]]:
     """Make the requests, by number, and the results of prompts that cannot be answered: they cannot
     be tokenized, or are longer than the model's positions."""
-    from h2o import models
     from h2o.hf.batching.request import Request, Result, tokenize
 
     requests: dict[int, Request] = {}
@@ -214,10 +209,12 @@ def _line(number: int, text: str) -> Line:
     if "messages" in content and not all(isinstance(message, dict) for message in prompt):
         raise ValueError('messages must be objects such as {"role": "user", "content": "..."}')
     name, limit, seed = (content.get(key) for key in ("id", "max_new_tokens", "seed"))
-    if not (isinstance(name, str) or _is_integer_or_none(name)):
+    if not (name is None or isinstance(name, str) or is_integer(name)):
         raise ValueError(f"id must be a text or an integer, not {name!r}")
-    if not all(map(_is_integer_or_none, (limit, seed))) or (limit is not None and limit < 1):
-        raise ValueError("max_new_tokens and seed must be integers, the first at least 1")
+    if limit is not None:
+        check_count("max_new_tokens", limit)
+    if seed is not None:
+        check_seed(seed)
     return Line(number if name is None else name, prompt, limit, seed, content.get("pinned"))
 
 
@@ -230,11 +227,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"the key {twice!r} occurs twice in one object: remove one of the two")
     return content
-
-
-def _is_integer_or_none(value: Any) -> bool:
-    """Whether a JSON value is null or an integer."""
-    return value is None or is_integer(value)
 
 
 def _digest(options: argparse.Namespace) -> str:
@@ -265,20 +257,13 @@ def _as_line(answer: dict[str, Any]) -> str:
     return text.encode("utf-8", "backslashreplace").decode() + "\n"
 
 
-def _is_begun_answer(line: str) -> bool:
-    """Whether an unterminated line may be the part of an answer that a killed run has written."""
-    before, after = '{"id": ', ', "text": '
-    if not _begin_alike(line, before):
-        return False
+def _is_cut(line: bytes) -> bool:
+    """Whether a line may be the part of an answer that a killed run has written."""
     try:
-        _, end = json.JSONDecoder().raw_decode(line, len(before))
-    except ValueError:  # cut before the end of the id
-        return True
-    return _begin_alike(line[end:], after)
-
-
-def _begin_alike(text: str, other: str) -> bool:
-    return text[: len(other)] == other[: len(text)]
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return BEGINNING.startswith(line[: len(BEGINNING)])
+    return False
 
 
 def _answered_ids(output: Path, settings: str, prompts: dict[str | int, str]) -> set[str | int]:
@@ -295,16 +280,14 @@ def _answered_ids(output: Path, settings: str, prompts: dict[str | int, str]) ->
     """
     if not output.exists():
         return set()
-    content = output.read_bytes()
-    complete_lines = content[: content.rfind(b"\n") + 1]
-    begun_line = content[len(complete_lines) :].decode("utf-8", "ignore")
-    answers = []
+    *lines, last = output.read_bytes().split(b"\n")
+    if not _is_cut(last):
+        lines.append(last)
     try:
-        if not _is_begun_answer(begun_line):
-            raise ValueError(f"not an answer: {begun_line}")
-        answers = [json.loads(line) for line in complete_lines.decode().split("\n") if line]
+        answers = [json.loads(line) for line in lines if line]
         others = {answer["settings"] for answer in answers} - {settings}
-        done = {x["id"]: x["prompt"] for x in answers if x["finish_reason"] != "error"}
+        good = [answer for answer in answers if answer["finish_reason"] != "error"]
+        done = {answer["id"]: answer["prompt"] for answer in good}
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(f"{output} is not an output of `h2o generate --prompts`") from error
     if others:
@@ -318,8 +301,7 @@ def _answered_ids(output: Path, settings: str, prompts: dict[str | int, str]) ->
             f"{output} has answers to other prompts under the ids {ids}: name another --output, or "
             "give the changed prompts new ids"
         )
-    good = [answer for answer in answers if answer["finish_reason"] != "error"]
-    if len(complete_lines) < len(content) or len(good) < len(answers):
+    if last or len(good) < len(answers):
         with atomic_write(output) as draft:
             draft.write_text("".join(map(_as_line, good)), "utf-8")
     return set(done)

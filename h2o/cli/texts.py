@@ -53,11 +53,3 @@ def check_output(
         parser.error(f"argument {argument}: cannot write {name}: {error.strerror}")
     if is_input:
         parser.error(f"argument {argument}: {name} is an input file: name another output")
-
-
-def check_encoding(parser: argparse.ArgumentParser, argument: str, text: str | None) -> None:
-    """End with an error for an argument that is not valid UTF-8."""
-    try:
-        (text or "").encode()
-    except UnicodeEncodeError:
-        parser.error(f"argument {argument}: not a text in UTF-8")

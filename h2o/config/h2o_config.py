@@ -16,18 +16,17 @@ from h2o.budgets import (
     check_tokens,
     check_total,
     check_whole_budget,
+    count_pair,
     flatten,
     layer_amount,
     mean_pair,
     pair_amounts,
-    raise_to_minimum,
-    recent_part,
 )
 from h2o.config.fields import ConfigFields, Positions
 from h2o.config.head_budgets import NAMED, SHARED_TWICE, check_table
 from h2o.config.presets import Presets
 from h2o.config.profile import Profile
-from h2o.kv_dtype import QUANTIZED, KvDtype, bytes_per_token, count_fitting, fewest_bits
+from h2o.kv_dtype import QUANTIZED, KvDtype, bytes_per_token, fewest_bits
 from h2o.model_identity import config_of, describe, key_size, latent_row
 from h2o.policy import OPERATIONS_SCORE_BY, Policy, ScoreBy, check_policy
 
@@ -145,9 +144,9 @@ class H2OConfig(Presets):
                 *others, last = (f'"{x}"' if x else "None" for x in choices)
                 text = f"{', '.join(others)} or {last}"
                 raise ValueError(f"{name} must be {text}, not {getattr(self, name)!r}")
-        if self.budget_unit == "bytes" and not all(
-            isinstance(x, float) for x in (self.heavy, self.recent)
-        ):
+        if self.budget_unit == "keys":
+            put(self, "_token_bytes", None)  # left by dataclasses.replace
+        elif not all(isinstance(x, float) for x in (self.heavy, self.recent)):
             raise ValueError(
                 'budget_unit="bytes" needs one fraction each for heavy and recent, for all layers '
                 f"and heads, not heavy={self.heavy!r} and recent={self.recent!r}"
@@ -260,8 +259,8 @@ class H2OConfig(Presets):
                 f"budget={self.budget} depends on the model: call config.for_model(model) first"
             )
         pairs = pair_amounts(self.layer_amounts(0, 1), "key/value head")
-        count = self.count_pair
-        return mean_pair([count(x, n, self._token_bytes, self.min_tokens) for x in pairs])
+        more = n, self.sinks, self._token_bytes, self.min_tokens
+        return mean_pair([count_pair(pair, *more) for pair in pairs])
 
     def count_held(self, n: int, prompt: int | None = None) -> int:
         """Tokens that a row of n tokens holds at its end. Fractions are of `prompt` tokens, or of n
@@ -270,51 +269,15 @@ class H2OConfig(Presets):
 
     def layer_amounts(self, layer: int, layers: int) -> tuple[Any, Any]:
         """(heavy, recent) of one layer, each a single amount or one for each key/value head."""
+        if self.budget_unit == "bytes" and self._token_bytes is None:
+            raise ValueError(
+                'budget_unit="bytes" depends on the model: call config.for_model(model) first'
+            )
         heavy, recent = (
             layer_amount(name, getattr(self, name), layer, layers) for name in ("heavy", "recent")
         )
         check_total((heavy,), (recent,), self.sinks)
         return heavy, recent
-
-    def count_pair(
-        self,
-        pair: tuple[Amount, Amount],
-        n: int,
-        token_bytes: tuple[int, int] | None,
-        min_tokens: int,
-    ) -> tuple[int, int]:
-        """(heavy, recent) of one head in tokens, for a row whose prompt has n tokens.
-
-        Args:
-            pair: heavy and recent as given.
-            token_bytes: see `LayerPlan`.
-            min_tokens: the config's, or 0 for no minimum.
-        """
-        heavy, recent = self.truncate_pair(pair, n, token_bytes)
-        fractions = tuple(x if isinstance(x, float) else 0.0 for x in pair)
-        if self.budget_unit == "keys":
-            one = [int(fraction > 0) for fraction in fractions]
-            heavy, recent = max(heavy, one[0]), max(recent, one[1])
-        least = min_tokens - self.sinks
-        return raise_to_minimum(least, recent_part(min_tokens), (heavy, recent), fractions)
-
-    def truncate_pair(
-        self, pair: tuple[Amount, Amount], n: int, token_bytes: tuple[int, int] | None
-    ) -> tuple[int, int]:
-        """Like `count_pair`, but without a minimum: a fraction may round down to 0 tokens."""
-        if self.budget_unit == "keys":
-            heavy, recent = (int(x * n) if isinstance(x, float) else x for x in pair)
-            return heavy, recent
-        if token_bytes is None:
-            raise ValueError(
-                'budget_unit="bytes" depends on the model: call config.for_model(model) first'
-            )
-        part = sum(pair)
-        if part == 0:  # only sinks are kept
-            return 0, 0
-        rest = count_fitting(int(part * n * token_bytes[0]), token_bytes, self.sinks)
-        recent = int(rest * pair[1] / part)
-        return rest - recent, recent
 
     def _take_preset(self, given: frozenset[str]) -> None:
         """Fill in the preset selected by `budget`, except for the fields that were given."""

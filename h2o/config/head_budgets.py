@@ -13,7 +13,7 @@ import itertools
 import math
 from typing import Any
 
-from h2o.budgets import is_list, recent_part
+from h2o.budgets import is_list
 from h2o.number_checks import is_number
 
 NAMED = ("shipped", "echo")
@@ -154,44 +154,3 @@ def make_room(heads: list[tuple[int, int]], pinned: int, sinks: int) -> list[tup
         (max(heavy, pinned) - (after - before), recent)
         for (heavy, recent), before, after in zip(heads, given, given[1:], strict=False)
     ]
-
-
-def divide_among_heads(
-    shares: Any,
-    layer: int,
-    heavy: int,
-    recent: int,
-    sinks: int,
-    fraction: float | None,
-    min_tokens: int,
-    pinned: int = 0,
-) -> list[tuple[int, int]]:
-    """Divide a budget among the heads of a layer: (heavy, recent) of each.
-
-    Every head keeps the sinks. The rest of its budget is divided in the ratio of `heavy` to
-    `recent`, which are the amounts that all heads would have under equal shares.
-
-    Args:
-        shares: a `Table`, or a Profile, whose shares depend on the budget.
-        fraction: the budget as a fraction of the text. None for a budget in tokens, which is then
-            taken as a fraction of the calibration window.
-        min_tokens: see `H2OConfig`.
-        pinned: number of pinned keys beyond the sinks. Every head gets room for them if the mean
-            budget has.
-    """
-    k = sinks + heavy + recent
-    if heavy + recent == 0:
-        return [(0, 0)]
-    if not isinstance(shares, tuple):
-        shares = shares.shares_for(k / shares.window if fraction is None else fraction)
-    least = max(LEAST, sinks + 1, min_tokens)
-    least_recent = recent_part(min_tokens)
-    if pinned and heavy:
-        in_proportion = math.ceil(pinned * (heavy + recent) / heavy)
-        least = max(least, sinks + max(in_proportion, pinned + least_recent))
-    heads = allocate_tokens(k, shares, least)[layer]
-    recents = [
-        max((keys - sinks) * recent // (heavy + recent), min(least_recent, keys - sinks))
-        for keys in heads
-    ]
-    return [(keys - sinks - r, r) for keys, r in zip(heads, recents, strict=True)]

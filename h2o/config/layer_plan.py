@@ -6,12 +6,22 @@ This module works on plain numbers, without torch.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
-from h2o.budgets import UNLIMITED, Amount, flatten, mean_pair, pair_amounts
+from h2o.budgets import (
+    UNLIMITED,
+    Amount,
+    count_pair,
+    flatten,
+    mean_pair,
+    pair_amounts,
+    recent_part,
+    truncate_pair,
+)
 from h2o.config import H2OConfig
-from h2o.config.head_budgets import SHARED_TWICE, check_shares, divide_among_heads
-from h2o.kv_dtype import rescale_token_bytes
+from h2o.config.head_budgets import LEAST, SHARED_TWICE, allocate_tokens, check_shares
+from h2o.kv_dtype import bytes_per_token
 from h2o.policy import Policy
 
 
@@ -80,10 +90,10 @@ class LayerPlan:
         `rows` is 2 (key and value) or 1 (a row that is both). The model's config has the dtype in
         which the model was loaded, which `model.to` may have changed since.
         """
-        full = rows * D * element
-        if self.token_bytes is None or self.token_bytes[0] == full:
+        if self.token_bytes is None or self.token_bytes[0] == rows * D * element:
             return self
-        sizes = rescale_token_bytes(self.token_bytes, full, self.config.kv_dtype)
+        config = self.config
+        sizes = bytes_per_token(D, element, rows, config.kv_dtype, config.value_weighted)
         return dataclasses.replace(self, token_bytes=sizes)
 
     def head_tokens(
@@ -92,31 +102,43 @@ class LayerPlan:
         """(heavy, recent) in tokens for a row whose prompt has n tokens: one pair for each
         key/value head, or a single pair for all.
 
-        `pinned`: see `divide_among_heads`. `min_tokens` overrides the config's.
+        If heads have shares, the budget that all would have under equal shares is divided among
+        them. Every head keeps the sinks. The rest of its budget is divided in the ratio of heavy to
+        recent.
+
+        Args:
+            pinned: number of pinned keys beyond the sinks. Every head gets room for them if the
+                mean budget has.
+            min_tokens: overrides the config's.
         """
-        least = self.config.min_tokens if min_tokens is None else min_tokens
-        heads = self._pair_tokens(n, least)
-        if self.shares is None:
-            return heads
-        ((heavy, recent),) = heads
-        k = self.sinks + heavy + recent
-        if k >= UNLIMITED:
-            return heads
-        fraction = k / n if self.needs_prompt_length and n else None
-        least = least if self.floor else 0
-        return divide_among_heads(
-            self.shares, self.layer, heavy, recent, self.sinks, fraction, least, pinned
-        )
+        min_tokens = self.config.min_tokens if min_tokens is None else min_tokens
+        pairs = self._pair_tokens(n, min_tokens)
+        heavy, recent = pairs[0]  # shares are never combined with amounts by head
+        sinks, shares = self.sinks, self.shares
+        k = sinks + heavy + recent
+        if shares is None or k >= UNLIMITED or k == sinks:
+            return pairs
+        if not isinstance(shares, tuple):  # a Profile, whose shares depend on the budget
+            fraction = k / n if self.needs_prompt_length and n else k / shares.window
+            shares = shares.shares_for(fraction)
+        min_tokens = min_tokens if self.floor else 0
+        least, least_recent = max(LEAST, sinks + 1, min_tokens), recent_part(min_tokens)
+        if pinned and heavy:
+            in_proportion = math.ceil(pinned * (heavy + recent) / heavy)
+            least = max(least, sinks + max(in_proportion, pinned + least_recent))
+        rests = [keys - sinks for keys in allocate_tokens(k, shares, least)[self.layer]]
+        recents = [max(x * recent // (heavy + recent), min(least_recent, x)) for x in rests]
+        return [(x - r, r) for x, r in zip(rests, recents, strict=True)]
 
     def truncate_tokens(self, n: int) -> tuple[int, int]:
         """(heavy, recent) as in the authors' code: a fraction may round down to 0 tokens, and
         `min_tokens` has no effect."""
-        return self.config.truncate_pair(self.pairs[0], n, self.token_bytes)
+        return truncate_pair(self.pairs[0], n, self.sinks, self.token_bytes)
 
     def is_rounded_up(self, n: int) -> bool:
         """Whether a fraction of n tokens is less than one token, so that `head_tokens` raises it to
         one."""
-        truncated = [self.config.truncate_pair(x, n, self.token_bytes) for x in self.pairs]
+        truncated = [truncate_pair(x, n, self.sinks, self.token_bytes) for x in self.pairs]
         return self._pair_tokens(n, 0) != truncated
 
     def is_floored(self, n: int) -> bool:
@@ -132,5 +154,5 @@ class LayerPlan:
         """`pairs` in tokens."""
         if not self.needs_prompt_length:
             return [(int(heavy), int(recent)) for heavy, recent in self.pairs]
-        count = self.config.count_pair
-        return [count(x, n, self.token_bytes, min_tokens) for x in self.pairs]
+        more = n, self.sinks, self.token_bytes, min_tokens
+        return [count_pair(pair, *more) for pair in self.pairs]

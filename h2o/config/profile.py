@@ -152,18 +152,9 @@ class Profile:
 
     def as_dict(self) -> dict[str, Any]:
         """The profile as numbers, lists and strings, for JSON."""
-        return {
-            "kind": KIND,
-            "layout": LAYOUT,
-            "model": dict(self.model),
-            "settings": dict(self.settings),
-            "texts": [dict(text) for text in self.texts],
-            "versions": dict(self.versions),
-            "window": self.window,
-            "fractions": list(self.fractions),
-            "shares": [[list(row) for row in table] for table in self.shares],
-            "weights": {name: list(values) for name, values in self.weights.items()},
-        }
+        content = {"kind": KIND, "layout": LAYOUT, **dataclasses.asdict(self)}
+        plain: dict[str, Any] = json.loads(json.dumps(content))
+        return plain
 
     @classmethod
     def from_dict(cls, content: Any) -> Profile:

@@ -27,7 +27,7 @@ def bytes_share(setting: Setting, model: Any, kept: int, seen: int, texts: int =
     Returns:
         The percentage, or None if the model's config does not say how large a key is.
     """
-    if setting.variant == "full" or not seen:
+    if setting.variant == "full":
         return 100.0
     try:
         full, cut = _head_bytes(setting, model, kept, seen, texts)

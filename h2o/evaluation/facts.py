@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Callable
+from typing import NamedTuple
 
 
-@dataclasses.dataclass(frozen=True)
-class Fact:
+class Fact(NamedTuple):
     """A sentence to hide, and a question about it."""
 
     sentence: str
@@ -16,10 +15,6 @@ class Fact:
     """The question, up to where the answer begins."""
     answer: str
     """The answer, which begins with a space."""
-    kind: str = ""
-    """One of `KINDS`."""
-    depth: float = 0.0
-    """Position of the sentence in the text, 0 to 1."""
 
 
 TOWNS = (
@@ -93,8 +88,3 @@ def paraphrase(draw: random.Random) -> Fact:
 KINDS: dict[str, Callable[[random.Random], Fact]] = {
     make.__name__: make for make in (number, place, password, gate, pairs, paraphrase)
 }
-
-
-def make_fact(kind: str, draw: random.Random) -> Fact:
-    """Draw a fact of a kind."""
-    return dataclasses.replace(KINDS[kind](draw), kind=kind)

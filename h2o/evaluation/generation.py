@@ -1,8 +1,8 @@
 """Timed greedy generation from one prompt with one cache, for `h2o generate` and `h2o bench`.
 
 Every run calls the model's own generate(), with the cache and the attention implementation that
-users get. The full cache is transformers' DynamicCache with sdpa. A streamer takes the times. The
-prefill time is the time to the first new token.
+users get. The full cache is transformers' DynamicCache with sdpa. The prefill time is the time to
+the first new token.
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
-from transformers import CompileConfig, TextStreamer
+from transformers import CompileConfig, DynamicCache, TextStreamer
 
 from h2o.compat import compile_everywhere, with_cache
 from h2o.config import H2OConfig
 from h2o.config.fields import Pinned
 from h2o.errors import UnsupportedError, UserError
-from h2o.hf.cache.new_cache import bytes_of_keys, new_cache
+from h2o.hf.cache.cache import H2OCache
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
-
-Show = Callable[[str, int], None]
 
 
 @dataclass(frozen=True)
@@ -64,52 +62,51 @@ class Times(NamedTuple):
     """Seconds for the tokens after the first."""
 
 
-class Streamer(TextStreamer):
-    """A streamer for generate() that takes the time of each token and passes the text on.
+class Stopwatch:
+    """A streamer for generate() that takes the time of each token.
 
     Args:
-        show: if given, called with (new text, tokens so far) for each complete piece of text.
+        listener: called with new tokens.
     """
 
-    def __init__(self, tokenizer: Any, show: Show | None, device: Any) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    def __init__(self, device: Any, listener: Callable[[torch.Tensor], Any] | None = None) -> None:
         if torch.device(device).type == "meta":  # the whole model is offloaded
             device = "cpu"
-        self.show, self.synchronize = show, torch.get_device_module(device).synchronize
+        self.synchronize = torch.get_device_module(device).synchronize
+        self.listener = listener
         self.seconds: list[float] = []
         """Times of the prompt, just before the prefill, and of each token."""
         self.tokens: list[int] = []
 
-    def put(self, value: Any) -> None:
+    def put(self, value: torch.Tensor) -> None:
         self.synchronize()
         self.seconds.append(time.perf_counter())
         if len(self.seconds) > 1:
             self.tokens += value.reshape(-1).tolist()
-        if self.show is not None:
-            super().put(value)
+            if self.listener is not None:
+                self.listener(value)
 
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        if self.show is not None:
-            self.show(text, len(self.tokens))
+    def end(self) -> None:
+        """Called by generate() after the last token."""
 
 
 def time_tokens(
     model: Any,
-    tokenizer: Any,
     ids: Any,
     cache: Any,
-    show: Show | None = None,
+    listener: Callable[[torch.Tensor], Any] | None = None,
     **how: Any,
 ) -> Times:
-    """Generate greedily from ids [1, n] with a cache. `how` has further arguments of generate()."""
-    streamer = Streamer(tokenizer, show, model.device)
+    """Generate greedily from ids [1, n] with a cache. `listener` is called with new tokens, and
+    `how` has further arguments of generate()."""
+    stopwatch = Stopwatch(model.device, listener)
     mask = torch.ones_like(ids)
-    how |= {"do_sample": False, "streamer": streamer, **with_cache(cache)}
+    how |= {"do_sample": False, "streamer": stopwatch, **with_cache(cache)}
     LengthDependentRope(model).forget()  # the angles of an earlier run
     with without_cudnn(model.device):
         model.generate(ids, attention_mask=mask, **how)
-    start, first, *_ = streamer.seconds
-    return Times(streamer.tokens, first - start, streamer.seconds[-1] - first)
+    start, first, *_ = stopwatch.seconds
+    return Times(stopwatch.tokens, first - start, stopwatch.seconds[-1] - first)
 
 
 def without_cudnn(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -132,7 +129,7 @@ def generate(
     log: Callable[[str], None],
     pinned: Pinned = None,
     compile: bool = False,
-    stream: Callable[[str], None] | None = None,
+    prints: bool = False,
     quiet: bool = False,
 ) -> Run:
     """Generate greedily with a new cache, and take the times.
@@ -144,7 +141,7 @@ def generate(
         pinned: as for `H2OCache`.
         compile: compile the decode step of an H2OCache before the clock starts.
         log: called with a line before compilation.
-        stream: called with new text. Without it a progress bar counts tokens on a terminal.
+        prints: print the text as it grows. Otherwise a progress bar counts tokens on a terminal.
         quiet: show no progress bar.
 
     Raises: UserError for a cache that cannot be compiled, and for pins that do not fit.
@@ -155,19 +152,16 @@ def generate(
         how |= compile_arguments()
         with _name_option("--compile", UnsupportedError):
             warm = new_cache(model, config, ids.shape[1], compile)
-        time_tokens(model, tokenizer, ids[:, :8], warm, **how | {"max_new_tokens": 3})
-
-    def show(text: str, count: int) -> None:
-        if stream is None:
-            bar.update(count - bar.n)
-        else:
-            stream(text)
-
+        time_tokens(model, ids[:, :8], warm, **how | {"max_new_tokens": 3})
+    printer = TextStreamer(tokenizer, skip_special_tokens=True)
     with contextlib.nullcontext() if pinned is None else _name_option("--pin", ValueError):
         cache = new_cache(model, config, ids.shape[1], compile, pinned)
-        hide = quiet or stream is not None or None  # None hides it unless this is a terminal
+        hide = quiet or prints or None  # None hides it unless this is a terminal
         with tqdm(desc=mode, total=max_new_tokens, unit="token", leave=False, disable=hide) as bar:
-            times = time_tokens(model, tokenizer, ids, cache, show, **how)
+            listener = printer.put if prints else lambda _: bar.update()
+            times = time_tokens(model, ids, cache, listener, **how)
+    if prints:
+        printer.end()
     prefill, count = times.prefill, len(times.tokens)
     return Run(
         mode=mode,
@@ -179,6 +173,42 @@ def generate(
         decode_tokens_per_second=(count - 1) / times.decode if count > 1 else 0.0,
         **_cache_facts(cache),
     )
+
+
+def new_cache(
+    model: Any,
+    config: H2OConfig | None,
+    prompt_tokens: int,
+    compileable: bool = False,
+    pinned: Pinned = None,
+) -> DynamicCache | H2OCache:
+    """Create an empty cache for a prompt of `prompt_tokens` tokens.
+
+    Also switch the model to the attention implementation that the cache needs.
+
+    Args:
+        config: settings of an H2OCache; None makes a DynamicCache, which keeps every key.
+        compileable, pinned: as for `H2OCache`.
+    """
+    cache: DynamicCache | H2OCache
+    if config is None:
+        cache = DynamicCache(config=model.config)
+    else:
+        cache = H2OCache(
+            model.config,
+            config.for_model(model),
+            prompt_length=prompt_tokens,
+            pinned=pinned,
+            compileable=compileable,
+        )
+    model.set_attn_implementation("sdpa" if config is None else "h2o")
+    return cache
+
+
+def bytes_of_keys(cache: DynamicCache) -> int:
+    """Bytes of the keys and values in transformers' own cache."""
+    tensors = (getattr(x, name, None) for x in cache.layers for name in ("keys", "values"))
+    return sum(x.nbytes for x in tensors if x is not None)
 
 
 @contextlib.contextmanager

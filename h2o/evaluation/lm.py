@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,9 +26,9 @@ from tqdm import tqdm
 
 from h2o import compat, models
 from h2o.config import PARAMETERS, H2OConfig
-from h2o.evaluation import protocols, text_tasks
+from h2o.evaluation import needles, protocols, windows
 from h2o.evaluation.model_fit import check_supported
-from h2o.evaluation.protocols import PROTOCOLS, Tally, check, one_token_notes
+from h2o.evaluation.protocols import Tally, check, one_token_notes
 from h2o.evaluation.published_masks import MASKS
 from h2o.evaluation.questions import question_tokens
 from h2o.evaluation.setting import Setting, from_config, from_options
@@ -40,8 +40,6 @@ from h2o.hf.model_traits.wrappers import check_no_tuned_prompt
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
 from h2o.hf.support import transformers_layers
 from h2o.utils.processes import world_size
-
-__all__ = ["H2OLM", "PROTOCOLS", "Tally"]
 
 CPU_BATCH = 8
 """The batch size on a CPU for batch_size=auto. lm-eval would try larger ones until memory runs out,
@@ -57,6 +55,9 @@ CUT_TEXT = {"drop": "context", "read": "document"}
 
 Request = tuple[Any, list[int], list[int]]
 """A request as lm-eval passes it: (key, context, continuation), the latter two in tokens."""
+
+Pair = tuple[list[int], list[int]]
+"""Tokens of a context, not longer than the model supports, and of a continuation."""
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +114,8 @@ class H2OLM(HFLM):
         super().__init__(pretrained, **kwargs)
         if self._device.type == "meta":  # all weights are offloaded; accelerate moves the inputs
             self._device = torch.device("cpu")
+        if self.device.type == "cpu" and self.batch_size == "auto":
+            self.batch_size_per_gpu = CPU_BATCH
         if (accelerator := getattr(self, "accelerator", None)) is not None:
             # HFLM distributes rows only on machines with two or more GPUs, and by the process's
             # rank on its own machine.
@@ -122,13 +125,7 @@ class H2OLM(HFLM):
         self._attention_before = compat.attention_name(self.model.config)
         self.use(setting, protocol, prompt_length=prompt_length)
 
-    def use(
-        self,
-        setting: Setting,
-        protocol: str = "simulate",
-        *,
-        prompt_length: int = 1,
-    ) -> None:
+    def use(self, setting: Setting, protocol: str = "simulate", *, prompt_length: int = 1) -> None:
         """Evaluate with this setting from now on, without loading the model again.
 
         Raises: ValueError for a setting that the protocol or the model does not support, or whose
@@ -171,27 +168,21 @@ class H2OLM(HFLM):
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
-        for _, context, continuation in requests:
-            self._count(context, continuation)
-        if self.setting.variant == "full" and self.protocol == "simulate":
-            score = self._as_hflm
-        else:
-            score = self._simulate if self.protocol == "simulate" else self._by_cache
+        pairs = [self._count_and_truncate(*tokens) for _, *tokens in requests]
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         if self.is_counting:
             return answers
         # Longest first, as in HFLM: a batch that is too large fails at once, and the estimate of
         # the remaining time is never too low.
-        order = sorted(
-            range(len(requests)),
-            key=lambda i: (-len(requests[i][1]) - len(requests[i][2]), *requests[i][1:]),
-        )
+        lengths = [len(context) + len(continuation) for context, continuation in pairs]
+        order = sorted(range(len(pairs)), key=lambda i: (-lengths[i], *pairs[i]))
+        size = override_bs or self.batch_size
+        size = self._detect_batch_size() if size == "auto" else size
         hide = disable_tqdm or self.rank > 0
         with tqdm(total=len(requests), disable=hide, desc=self.setting.name) as bar:
-            lengths = [len(context) + len(continuation) for _, context, continuation in requests]
-            for indices in self._batches(order, lengths, override_bs or self._batch_size()):
-                batch = [requests[i] for i in indices]
-                for i, answer in zip(indices, score(batch), strict=True):
+            for indices in self._batches(order, lengths, size):
+                batch = [pairs[i] for i in indices]
+                for i, answer in zip(indices, self._answer_batch(batch), strict=True):
                     answers[i], key = answer, requests[i][0]
                     if key is not None:
                         self.cache_hook.add_partial("loglikelihood", key, answer)
@@ -199,11 +190,22 @@ class H2OLM(HFLM):
         return answers
 
     def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[Any]:
-        """Answer lm-eval's requests, and the requests of `h2o.evaluation.text_tasks`."""
+        """Answer lm-eval's requests, and the requests of a `TextTask`."""
         others = [x for x in requests if not is_text_request(x)]
         known = iter(super().loglikelihood(others, disable_tqdm) if others else ())
-        of_texts = text_tasks.answer_requests(self, filter(is_text_request, requests))
+        of_texts = self._answer_texts([x for x in requests if is_text_request(x)])
         return [next(of_texts if is_text_request(x) else known) for x in requests]
+
+    def _answer_texts(self, requests: Sequence[Instance]) -> Iterator[Any]:
+        hide = self.is_counting or self.rank > 0
+        for request in tqdm(requests, disable=hide, desc=self.setting.name):
+            text, asked = request.args
+            if "window" in asked:
+                answer: Any = windows.answer(self, **asked)
+            else:
+                answer = needles.answer(self, text, **asked)
+            self.cache_hook.add_partial("loglikelihood", request.args, answer)
+            yield answer
 
     def count(self, kind: str, arguments: Sequence[tuple[Any, ...]]) -> Tally:
         """Tally requests of a kind without running the model.
@@ -218,7 +220,7 @@ class H2OLM(HFLM):
         self.is_counting = True
         try:
             requests = [Instance(kind, {}, x, i) for i, x in enumerate(arguments)]
-            list(getattr(self, kind)(requests, disable_tqdm=True))
+            getattr(self, kind)(requests, disable_tqdm=True)
             return self.tally
         finally:
             self.tally, self.cache_hook, self._world_size = before
@@ -243,56 +245,41 @@ class H2OLM(HFLM):
                 texts[i] = text
         return texts
 
-    def _as_hflm(self, batch: Sequence[Request]) -> list[tuple[float, bool]]:
-        return super()._loglikelihood_tokens(batch, disable_tqdm=True, override_bs=len(batch))
-
     def _batches(self, order: list[int], lengths: list[int], size: int) -> list[list[int]]:
         """Divide the indices in `order` into batches of at most `size`. A text whose length
         determines the rotary angles is a batch by itself. So is every text if the model would count
         padding before the questions as text."""
-        if self.protocol == "read" and counts_padding(transformers_layers(self.model.config)):
-            return [[i] for i in order]
-        batches = [[i] for i in order if any(self.angles.regime(lengths[i]))]
-        rest = [i for i in order if not any(self.angles.regime(lengths[i]))]
-        return batches + [rest[start : start + size] for start in range(0, len(rest), size)]
+        counts = self.protocol == "read" and counts_padding(transformers_layers(self.model.config))
+        alone = {i: counts or any(self.angles.regime(lengths[i])) for i in order}
+        rest = [i for i in order if not alone[i]]
+        batches = [rest[start : start + size] for start in range(0, len(rest), size)]
+        return [[i] for i in order if alone[i]] + batches
 
-    def _batch_size(self) -> int:
-        if self.batch_size != "auto":
-            return int(self.batch_size)
-        return self._detect_batch_size()
-
-    def _detect_batch_size(self, *args: Any, **kwargs: Any) -> int:
-        if self.device.type == "cpu":
-            return CPU_BATCH
-        return super()._detect_batch_size(*args, **kwargs)
-
-    def _truncate(self, context: list[int], continuation: list[int]) -> list[int]:
-        """Truncate a text from the left to the length that the model supports, as HFLM does."""
-        return (context + continuation)[-(self.max_length + 1) :]
-
-    def _count(self, context: list[int], continuation: list[int]) -> None:
+    def _count_and_truncate(self, context: list[int], continuation: list[int]) -> Pair:
+        """Count a request, and truncate its context from the left as HFLM does."""
         if not context or not 0 < len(continuation) <= self.max_length:
             raise ValueError(
                 f"a request has {len(context)} context and {len(continuation)} continuation "
                 f"tokens: both must be above 0, and the continuation at most {self.max_length}"
             )
-        text = self._truncate(context, continuation)
-        cut = len(context) + len(continuation) - len(text)
+        cut = max(0, len(context) + len(continuation) - self.max_length - 1)
         if cut and not self.tally.truncated:
             log.warning(
                 "a request of %d tokens exceeds the model's %d: its first %d tokens are dropped. "
                 "Later requests are truncated likewise (the result file has their number)",
                 len(context) + len(continuation), self.max_length, cut,
             )  # fmt: skip
-        is_whole_text = len(text) == len(continuation) + 1
+        context = context[cut:]
+        is_whole_text = len(context) == 1
         if self.protocol == "drop" and is_whole_text:  # its prompt of one token says nothing
-            self.count_text(len(text) - 1, prompt=1)
+            self.count_text(len(continuation), prompt=1)
         else:
             simulates = self.protocol == "simulate"
-            self._count_kept(text[:-1] if simulates else text[: -len(continuation)])
+            self._count_kept(context + continuation[:-1] if simulates else context)
         self.tally.one_token_answers += len(continuation) == 1
         self.tally.one_token_contexts += is_whole_text
         self.tally.truncated += cut > 0
+        return context, continuation
 
     def _count_kept(self, text: list[int]) -> None:
         """Count the keys that are kept of a simulated text or of a prompt."""
@@ -306,25 +293,26 @@ class H2OLM(HFLM):
         config = self.setting.answering_config.for_model(self.model)
         self.tally.tokens_kept += config.count_held(seen, prompt)
 
-    def _simulate(self, batch: Sequence[Request]) -> list[tuple[float, bool]]:
-        logits = protocols.simulate(
-            self._forward,
-            self.model,
-            [self._truncate(context, continuation) for _, context, continuation in batch],
-            [len(continuation) for _, _, continuation in batch],
-            h2o_config=self.setting.config,
-            masks=MASKS.get(self.setting.variant),
-            prompt_length=self.prompt_length,
-            ratio_of=self.ratio_of,
-        )
-        return [self._answer(x, tokens) for x, (_, _, tokens) in zip(logits, batch, strict=True)]
-
-    def _by_cache(self, batch: Sequence[Request]) -> list[tuple[float, bool]]:
-        texts = [self._truncate(context, tokens)[: -len(tokens)] for _, context, tokens in batch]
-        continuations = [tokens for _, _, tokens in batch]
-        *prompts, cache = self._prompts(texts)
-        logits = protocols.by_cache(self._forward, prompts, continuations, cache)
-        return [self._answer(x, tokens) for x, tokens in zip(logits, continuations, strict=True)]
+    def _answer_batch(self, batch: Sequence[Pair]) -> list[tuple[float, bool]]:
+        """(log-likelihood, whether it is the greedy answer) of each continuation."""
+        if self.protocol == "simulate" and self.setting.variant == "full":
+            requests = [(None, *pair) for pair in batch]
+            return super()._loglikelihood_tokens(requests, True, override_bs=len(batch))
+        with self.begin_forward():
+            if self.protocol == "simulate":
+                logits = protocols.simulate(
+                    self.model,
+                    batch,
+                    h2o_config=self.setting.config,
+                    masks=MASKS.get(self.setting.variant),
+                    prompt_length=self.prompt_length,
+                    ratio_of=self.ratio_of,
+                )
+            else:
+                *prompts, cache = self._prompts([context for context, _ in batch])
+                answers = [continuation for _, continuation in batch]
+                logits = protocols.by_cache(self.model, prompts, answers, cache)
+        return [self._score(x, tokens) for x, (_, tokens) in zip(logits, batch, strict=True)]
 
     def _split_prompt(self, prompt: list[int]) -> tuple[list[int], list[int]]:
         """Split a prompt into the document, after which the cache is cut, and the question."""
@@ -338,24 +326,22 @@ class H2OLM(HFLM):
         document, question = (protocols.pad_rows(x, pad=self.tokenizer.pad_token_id) for x in parts)
         ids, mask = (torch.cat(x, dim=1) for x in zip(document, question, strict=True))
         if self.protocol == "read":
-            how = self._forward, self.model, self.setting
-            return ids, mask, protocols.read_documents(*how, *document, self.tokenizer)
+            with self.begin_forward():
+                cache = protocols.read_documents(
+                    self.model, self.setting, *document, self.tokenizer
+                )
+            return ids, mask, cache
         return ids, mask, H2OCache(self.model.config, self.setting.config.for_model(self.model))
 
-    def _forward(self, *arguments: Any, **more: Any) -> Tensor:
-        """Call `protocols.run_forward` in lm-eval's mixed precision."""
-        with self.begin_forward():
-            return protocols.run_forward(self.model, *arguments, **more)
-
     def begin_forward(self) -> torch.autocast:
-        """Context for a forward pass in lm-eval's mixed precision, with rotary angles that do not
-        depend on earlier texts."""
+        """Context for the forward passes of a text in lm-eval's mixed precision, with rotary angles
+        that do not depend on earlier texts."""
         self.angles.forget()
         mixed = self.mixed_precision_dtype
         return torch.autocast(self.device.type, dtype=mixed, enabled=mixed is not None)
 
-    def _answer(self, logits: Tensor, continuation: list[int]) -> tuple[float, bool]:
-        """(log-likelihood, whether it is the greedy answer) from logits [tokens, vocabulary]."""
+    def _score(self, logits: Tensor, continuation: list[int]) -> tuple[float, bool]:
+        """The answer to a request, from logits [tokens, vocabulary]."""
         target = torch.tensor(continuation, dtype=torch.long, device=logits.device)
         logprobs = logits.log_softmax(-1, dtype=self.softmax_dtype)
         chosen = logprobs.gather(-1, target[:, None]).sum()
@@ -364,13 +350,12 @@ class H2OLM(HFLM):
     def _model_generate(
         self, context: Tensor, max_length: int, *args: Any, **kwargs: Any
     ) -> Tensor:
+        self.angles.forget()
         if self.protocol == "simulate":
             if self.setting.variant != "full":
                 raise ValueError(f"this task {GENERATES}")
-            self.angles.forget()
             return super()._model_generate(context, max_length, *args, **kwargs)
-        columns, mask = context.shape[1], kwargs.pop("attention_mask", torch.ones_like(context))
-        self.angles.forget()
+        columns, mask = context.shape[1], kwargs.pop("attention_mask")
         texts = [ids[real.bool()].tolist() for ids, real in zip(context, mask, strict=True)]
         ids, mask, cache = self._prompts(texts)
         if cache.get_seq_length():  # generate() repeats the prompts for beams, but not a full cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from h2o.config import H2OConfig
@@ -12,31 +12,24 @@ from h2o.kv_dtype import stored_bytes
 from h2o.model_identity import config_of, describe, latent_row
 
 
-def check_fit(settings: Iterable[Setting], *, full_cache: bool = False) -> Callable[[Any], None]:
-    """Make a check that `h2o.models.load_model` calls with a model's config, then with the model.
+def check_fit(settings: Sequence[Setting], model: Any, *, full_cache: bool = False) -> None:
+    """Check that a model supports the settings. `model` may be the model's own config.
 
     Args:
-        settings: the settings to check, in this order.
         full_cache: whether "full" is an `H2OCache` too, instead of transformers' own cache.
 
-    Returns:
-        A function of a model or its config, which raises UserError with the name of the first
-        setting that the model does not support.
+    Raises: UserError with the name of the first setting that the model does not support.
     """
-    tried = [(x.name, x.config) for x in settings if full_cache or x.variant != "full"]
-
-    def check(model: Any) -> None:
-        for name, config in tried:
+    for setting in settings:
+        if full_cache or setting.variant != "full":
             try:
-                check_supported(model, config)
+                check_supported(model, setting.config)
             except (TypeError, ValueError) as error:
-                raise UserError(f"{name}: {error}") from error
-
-    return check
+                raise UserError(f"{setting.name}: {error}") from error
 
 
 def check_supported(model: Any, h2o_config: H2OConfig) -> None:
-    """Check that a model supports a cache with this config. `model` may be the model's own config.
+    """Check that a model, or a model with this config, supports a cache with a config of h2o.
 
     Raises: `UnsupportedError` for a model that h2o does not support, at all or with this config;
     ValueError for a profile of another model, or a `kv_dtype` that does not fit the model's head

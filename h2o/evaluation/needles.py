@@ -11,8 +11,8 @@ keeps only one fact of a kind does not pass.
 
 from __future__ import annotations
 
+import collections
 import copy
-import dataclasses
 import itertools
 import random
 import re
@@ -24,10 +24,8 @@ import torch
 
 from h2o.errors import UserError
 from h2o.evaluation import protocols
-from h2o.evaluation.facts import KINDS, Fact, make_fact
-from h2o.evaluation.protocols import Forward
-from h2o.evaluation.setting import Setting
-from h2o.evaluation.task_rows import rows, text_of, tokenizer_of
+from h2o.evaluation.facts import KINDS, Fact
+from h2o.evaluation.text_tasks import Samples, TextTask, format_error
 
 LENGTHS = (256, 512, 1024)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -38,33 +36,95 @@ Asked = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Token ids [1, n] of the question and the answer for each fact"""
 
 
-def dataset(
-    file: str | None = None,
-    lengths: int | str | Sequence[int] = LENGTHS,
-    facts: str | Sequence[str] = "number",
-    decoys: int = 0,
-    each: float = 4,
-    tokenizer: str | None = None,
-    pretrained: str | None = None,
-    **_: Any,
-) -> dict[str, Any]:
-    """Make the task's rows from lm-eval's --metadata.
+class Needles(TextTask):
+    """The task. The answer to each text is which of its facts are found."""
 
-    Args:
-        file: plain text, UTF-8, to hide facts in.
-        lengths: lengths of the texts in tokens, as a list or separated by commas.
-        facts: kinds of facts from `h2o.evaluation.facts.KINDS`, separated by commas, or "all".
-        decoys: unless 0, each text has `decoys + 1` facts of each of two kinds.
-        each: number of texts for every length, depth and kind.
-        tokenizer, pretrained: name or folder of the model's tokenizer.
-    """
-    if decoys < 0:
-        raise UserError(f"--decoys {decoys}: must be at least 0")
-    if each < 1 or each % 1:
-        raise UserError(f"--limit {each:g}: must be a number of texts, at least 1")
-    text, tokens = text_of(file, "h2o_needles"), tokenizer_of(tokenizer, pretrained)
-    chosen, kinds = parse_lengths(lengths), parse_kinds(facts)
-    return rows(make_rows(text, tokens, chosen, int(each), kinds, decoys))
+    @staticmethod
+    def make_rows(
+        text: str,
+        tokenizer: Any,
+        lengths: int | str | Sequence[int] = LENGTHS,
+        each: float = 4,
+        facts: str | Sequence[str] = "number",
+        decoys: int = 0,
+        **_: Any,
+    ) -> list[dict[str, Any]]:
+        """Hide facts in consecutive pieces of the text, starting over at its end.
+
+        Every call makes the same rows. Each question follows the text alone, without the others.
+
+        Args:
+            lengths: lengths of the pieces in tokens, without the hidden sentences, as a list or
+                separated by commas.
+            each: number of pieces for every length, depth and kind.
+            facts: kinds of facts from `h2o.evaluation.facts.KINDS`, separated by commas, or "all".
+            decoys: unless 0, each piece has `decoys + 1` facts of the kind and as many of the next
+                kind, at random depths, and all of them are asked about.
+
+        Raises: UserError for options out of range, and for a text with fewer tokens than a length,
+        or without sentences.
+        """
+        if decoys < 0:
+            raise UserError(f"--decoys {decoys}: must be at least 0")
+        if each < 1 or each % 1:
+            raise UserError(f"--limit {each:g}: must be a number of texts, at least 1")
+        chosen, kinds = parse_lengths(lengths), parse_kinds(facts)
+        ids = tokenizer(text, verbose=False)["input_ids"]
+        if len(ids) < max(chosen):
+            raise UserError(
+                f"the text has {len(ids)} tokens, but a length is {max(chosen)}: lower --lengths"
+            )
+        draw = random.Random(0)
+        rows, start = [], 0
+        places = itertools.product(chosen, DEPTHS, range(len(kinds)), range(int(each)))
+        for length, depth, first, _ in places:
+            if start + length > len(ids):
+                start = 0
+            piece = tokenizer.decode(ids[start : start + length])
+            start += length
+            of_kinds = [kinds[(first + i) % len(kinds)] for i in range(2 if decoys else 1)]
+            hidden = draw_alike(of_kinds, decoys + 1, draw)
+            depths = [depth]
+            if decoys:
+                depths = [i / (len(hidden) - 1) for i in range(len(hidden))]
+                draw.shuffle(depths)
+            rows.append(
+                {
+                    "text": hide(piece, hidden, depths),
+                    "length": length,
+                    "depths": depths,
+                    "kinds": [kind for kind in of_kinds for _ in range(decoys + 1)],
+                    "asked": {"facts": [[x.question, x.answer] for x in hidden]},
+                }
+            )
+        return rows
+
+    @staticmethod
+    def columns(samples: Samples, full: Samples | None) -> dict[str, str]:
+        """Shares of facts found: of all facts, of those that the full cache finds, and by length,
+        depth and kind. Facts that the model cannot find at all say nothing about a cache."""
+        found = [x for sample in samples for x in sample["found"]]
+        whole = [x for sample in full or () for x in sample["found"]]
+        cells = {"found": format_share(found)}
+        if any(whole):
+            known = [x for x, is_known in zip(found, whole, strict=True) if is_known]
+            cells[f"of full's {sum(whole)}"] = format_share(known)
+        lengths, depths, kinds = (collections.defaultdict(list) for _ in range(3))
+        for sample in samples:
+            doc = sample["doc"]
+            for x, depth, kind in zip(sample["found"], doc["depths"], doc["kinds"], strict=True):
+                lengths[f"{doc['length']} tokens"].append(x)
+                depths[depth].append(x)
+                kinds[kind].append(x)
+        parts = lengths | {f"depth {depth:.2g}": depths[depth] for depth in sorted(depths)}
+        if len(kinds) > 1:
+            parts |= kinds
+        return cells | {title: f"{statistics.fmean(part):.2f}" for title, part in parts.items()}
+
+
+def format_share(found: Sequence[bool]) -> str:
+    """Format the share of facts that were found, with its standard error."""
+    return f"{statistics.fmean(found):.2f}{format_error(found, 2)}"
 
 
 def parse_lengths(lengths: int | str | Sequence[int]) -> list[int]:
@@ -98,68 +158,25 @@ def share(texts: Sequence[Sequence[bool]]) -> float:
     return statistics.fmean(itertools.chain(*texts))
 
 
-def make_rows(
-    text: str, tokenizer: Any, lengths: Sequence[int], each: int,
-    kinds: Sequence[str] = ("number",), decoys: int = 0,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Make `each` rows for every length, depth and kind of fact. Every call makes the same ones.
-
-    Rows use consecutive pieces of the text, starting over at its end. A length is the number of
-    tokens of a piece without the hidden sentences. With `decoys` a text has `decoys + 1` facts of
-    the kind and as many of the next kind, at random depths, and all of them are asked about. Each
-    question follows the text alone, without the others.
-
-    Raises: UserError for a text with fewer tokens than a length, or without sentences.
-    """
-    ids = tokenizer(text, verbose=False)["input_ids"]
-    if len(ids) < max(lengths):
-        raise UserError(
-            f"the text has {len(ids)} tokens, but a length is {max(lengths)}: lower --lengths"
-        )
-    draw = random.Random(0)
-    made, start = [], 0
-    places = itertools.product(lengths, DEPTHS, range(len(kinds)), range(each))
-    for length, depth, first, _ in places:
-        if start + length > len(ids):
-            start = 0
-        piece = tokenizer.decode(ids[start : start + length])
-        start += length
-        if decoys:
-            facts = draw_alike([kinds[(first + i) % len(kinds)] for i in (0, 1)], decoys + 1, draw)
-        else:
-            facts = [dataclasses.replace(make_fact(kinds[first], draw), depth=depth)]
-        made.append(
-            {
-                "text": hide(piece, facts),
-                "length": length,
-                "depths": [x.depth for x in facts],
-                "kinds": [x.kind for x in facts],
-                "asked": {"facts": [[x.question, x.answer] for x in facts]},
-            }
-        )
-    return made
-
-
 def draw_alike(kinds: Sequence[str], each: int, draw: random.Random) -> list[Fact]:
-    """Draw `each` facts of every kind, no two with the same question, at random depths."""
+    """Draw `each` facts of every kind, no two with the same question."""
     facts: dict[str, Fact] = {}
     for count, kind in enumerate(kinds, 1):
         while len(facts) < count * each:
-            fact = make_fact(kind, draw)
+            fact = KINDS[kind](draw)
             facts.setdefault(fact.question, fact)
-    depths = [i / (len(facts) - 1) for i in range(len(facts))]
-    draw.shuffle(depths)
-    return [dataclasses.replace(x, depth=y) for x, y in zip(facts.values(), depths, strict=True)]
+    return list(facts.values())
 
 
-def hide(piece: str, facts: Sequence[Fact]) -> str:
+def hide(piece: str, facts: Sequence[Fact], depths: Sequence[float]) -> str:
     """Put the sentence of each fact between the sentences of the piece."""
     ends = [match.end() for match in re.finditer(r"[.!?;]\s+|\n+", piece)]
     if not ends:
         raise UserError("a piece of the text has no end of a sentence: nowhere to hide a fact")
-    for one in sorted(facts, key=lambda one: -one.depth):  # earlier positions stay valid
-        at = ends[round(one.depth * (len(ends) - 1))]
-        piece = f"{piece[:at]}{one.sentence} {piece[at:]}"
+    places = zip(depths, facts, strict=True)
+    for depth, fact in sorted(places, key=lambda place: -place[0]):  # earlier positions stay valid
+        at = ends[round(depth * (len(ends) - 1))]
+        piece = f"{piece[:at]}{fact.sentence} {piece[at:]}"
     return piece
 
 
@@ -180,7 +197,7 @@ def answer(lm: Any, document: str, facts: Sequence[tuple[str, str]]) -> list[boo
     lm.count_text(ids.shape[1])
     if lm.is_counting:
         return []
-    return find_facts(lm._forward, lm.model, lm.setting, ids, asked, lm.tokenizer)
+    return find_facts(lm, ids, asked)
 
 
 def encode(
@@ -196,36 +213,22 @@ def encode(
     return ids_of(document), pairs
 
 
-def find_facts(
-    forward: Forward,
-    model: Any,
-    setting: Setting,
-    document: torch.Tensor,
-    asked: Asked,
-    tokenizer: Any = None,
-) -> list[bool]:
+def find_facts(lm: Any, document: torch.Tensor, asked: Asked) -> list[bool]:
     """Whether greedy decoding would produce each answer.
 
     The answer's own tokens are fed. As long as each is the greedy choice, this is the same as
     decoding. Each question is asked with a cache that holds the document only.
-
-    Args:
-        tokenizer: needed for a second reading of the document.
     """
-    read = protocols.read_documents(
-        forward, model, setting, document, torch.ones_like(document), tokenizer
-    )
+    with lm.begin_forward():
+        read = protocols.read_documents(
+            lm.model, lm.setting, document, torch.ones_like(document), lm.tokenizer
+        )
     found = []
     for number, (question, answer) in enumerate(asked, 1):
         cache = read if number == len(asked) else copy.deepcopy(read)
         prompt = torch.cat([document, question], 1)
         prompts = prompt, torch.ones_like(prompt)
-        (logits,) = protocols.by_cache(forward, prompts, answer.tolist(), cache)
+        with lm.begin_forward():
+            (logits,) = protocols.by_cache(lm.model, prompts, answer.tolist(), cache)
         found.append(torch.equal(logits.argmax(-1).cpu(), answer[0]))
     return found
-
-
-def mean_and_error(found: Sequence[bool]) -> tuple[float, float]:
-    """Share of the facts found and its standard error."""
-    mean = statistics.fmean(found)
-    return mean, (mean * (1 - mean) / max(1, len(found) - 1)) ** 0.5

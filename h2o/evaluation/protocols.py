@@ -14,11 +14,12 @@ Rows are padded with a mask and have their own budgets, so results do not depend
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from h2o.compat import accepts, with_cache
 from h2o.evaluation.published_masks import MASKS
@@ -29,10 +30,6 @@ from h2o.hf.model_traits.wrappers import input_device
 from h2o.hf.simulation import simulation
 
 PROTOCOLS = ("simulate", "drop", "read")
-
-Forward = Callable[..., Tensor]
-"""(last, ids, mask, more arguments for the model) -> logits [B, last, vocabulary] of the last
-columns"""
 
 
 @dataclasses.dataclass
@@ -127,7 +124,7 @@ def without_prompt_notes(settings: Iterable[Setting]) -> list[str]:
 
 @torch.no_grad()
 def run_forward(model: Any, last: int, ids: Tensor, mask: Tensor, **more: Any) -> Tensor:
-    """Compute logits [B, last, vocabulary] of the last columns. Bound to a model, a `Forward`."""
+    """Compute logits [B, last, vocabulary] of the last columns."""
     device = input_device(model)
     if accepts(model.forward, "logits_to_keep"):
         more["logits_to_keep"] = last  # the output matrix is the largest one of a small model
@@ -136,63 +133,47 @@ def run_forward(model: Any, last: int, ids: Tensor, mask: Tensor, **more: Any) -
     return model(ids.to(device), attention_mask=mask.to(device), **more).logits[:, -last:]
 
 
-def simulate(
-    forward: Forward, model: Any, texts: Sequence[list[int]], tails: Sequence[int], **how: Any
-) -> list[Tensor]:
-    """Run one forward pass over the whole texts, right-padded.
+def simulate(model: Any, pairs: Sequence[tuple[list[int], list[int]]], **how: Any) -> list[Tensor]:
+    """Run one forward pass over contexts and continuations, right-padded.
 
     Args:
-        tails: number of tokens to predict at the end of each text.
+        pairs: context and continuation of each row.
         how: further arguments of `h2o.simulated`.
 
     Returns:
-        The logits [tail, vocabulary] of each text.
+        The logits [tokens, vocabulary] of each continuation.
     """
-    ids, mask = pad_rows([text[:-1] for text in texts], left=False)
-    starts = [len(text) - 1 - tail for text, tail in zip(texts, tails, strict=True)]
-    first = min(starts)
+    ids, mask = pad_rows([context + answer[:-1] for context, answer in pairs], left=False)
+    first = min(len(context) for context, _ in pairs)
     with simulation.simulated(model, **how):
-        logits = forward(ids.shape[1] - first, ids, mask, use_cache=False)
+        logits = run_forward(model, ids.shape[1] - first + 1, ids, mask, use_cache=False)
     return [
-        logits[row, start - first : start - first + tail]
-        for row, (start, tail) in enumerate(zip(starts, tails, strict=True))
+        logits[row, len(context) - first : len(context) - first + len(answer)]
+        for row, (context, answer) in enumerate(pairs)
     ]
 
 
 def pad_rows(rows: Sequence[list[int]], left: bool = True, pad: int = 0) -> tuple[Tensor, Tensor]:
     """Pad rows of tokens to ids [B, n] and a mask [B, n], 0 at padding."""
-    longest = max(map(len, rows))
-    ids = torch.full((len(rows), longest), pad, dtype=torch.long, device="cpu")
-    mask = torch.zeros_like(ids)
-    for row, tokens in enumerate(rows):
-        start = longest - len(tokens) if left else 0
-        ids[row, start : start + len(tokens)] = ids.new_tensor(tokens)
-        mask[row, start : start + len(tokens)] = 1
-    return ids, mask
+    side = "left" if left else "right"
+    texts = [torch.tensor(tokens, dtype=torch.long, device="cpu") for tokens in rows]
+    masks = list(map(torch.ones_like, texts))
+    ids = pad_sequence(texts, batch_first=True, padding_value=pad, padding_side=side)
+    return ids, pad_sequence(masks, batch_first=True, padding_side=side)
 
 
 def read_documents(
-    forward: Forward, model: Any, setting: Setting, ids: Tensor, mask: Tensor, tokenizer: Any
+    model: Any, setting: Setting, ids: Tensor, mask: Tensor, tokenizer: Any
 ) -> H2OCache:
     """Prefill left-padded documents [B, n] with a new cache, and cut the cache to its budget."""
-    if setting.reads_twice:
-        mask = mask.to(model.device)
-        return compress_document(
-            model, ids, setting.config, readings=2, attention_mask=mask, tokenizer=tokenizer
-        )
-    config = setting.config.for_model(model)
-    cache = H2OCache(model.config, config, prompt_length=mask.sum(1).tolist())
-    forward(1, ids, mask, position_ids=number_positions(mask), use_cache=True, **with_cache(cache))
-    return cache
-
-
-def number_positions(mask: Tensor) -> Tensor:
-    """Positions of tokens [B, n], counted from the first token of each row."""
-    return (mask.cumsum(-1) - 1).clamp(min=0)
+    readings = 2 if setting.reads_twice else 1
+    return compress_document(
+        model, ids, setting.config, readings=readings, attention_mask=mask, tokenizer=tokenizer
+    )
 
 
 def by_cache(
-    forward: Forward,
+    model: Any,
     prompts: tuple[Tensor, Tensor],
     continuations: Sequence[list[int]],
     cache: H2OCache,
@@ -208,11 +189,13 @@ def by_cache(
     longest = prompts[0].shape[1]
     rest = pad_rows([tokens[:-1] for tokens in continuations], left=False)
     ids, mask = (torch.cat(parts, dim=1) for parts in zip(prompts, rest, strict=True))
-    positions, logits = number_positions(mask), []
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)  # counted from each row's first token
+    logits = []
     steps = ((t, t + 1) for t in range(longest, ids.shape[1]))
     for start, stop in [(cache.get_seq_length(), longest), *steps]:
         logits.append(
-            forward(
+            run_forward(
+                model,
                 1,
                 ids[:, start:stop],
                 mask[:, :stop],

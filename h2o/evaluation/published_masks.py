@@ -42,32 +42,19 @@ def attend(
     prompt_length: int = 1,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one text without padding under one of the masks, in blocks of rows.
+    """Attention of one text without padding under one of the masks, in blocks of rows. Arguments
+    and results are those of `Masks.attend_rows` without the batch axis.
 
-    Shapes have no batch axis.
-
-    Args:
-        variant: "local", "global" or "flexgen".
-        query: [H, n, D].
-        keys, values: [G, n, D], H = G * R.
-        heavy, recent: numbers of tokens.
-        prompt_length: tokens before the first eviction, "flexgen" only.
-        scale: factor of q.k, 1 / sqrt(D) by default.
-
-    Returns:
-        (out, evicted_at): [n, H, D] like `query`; [H, n] int32, the first row that no longer sees
-        the key, n if none. "flexgen" shares its choice among the heads of a group, as a cache
-        does. The other two choose for each query head, as the authors' code does, which
-        repeats the keys.
+    "flexgen" shares its choice among the heads of a group, as a cache does. The other two choose
+    for each query head, as the authors' code does, which repeats the keys.
     """
     H, n, _ = query.shape
-    rule = {"local": _local, "global": _global, "flexgen": _flexgen}[variant]
     evicted_at = np.full((H, n), n, dtype=np.int32)
 
     def blocks() -> Iterator[tuple[int, Tensor]]:
         return logit_blocks(query, keys, scale)
 
-    choose = rule(blocks, evicted_at, len(keys), heavy, recent, prompt_length)
+    choose = RULES[variant](blocks, evicted_at, len(keys), heavy, recent, prompt_length)
 
     def hide(first: int, logits: Tensor) -> Tensor:
         choose(first, logits)
@@ -170,10 +157,12 @@ def _flexgen(
     return choose
 
 
+RULES = {"local": _local, "global": _global, "flexgen": _flexgen}
+
+
 @dataclasses.dataclass(frozen=True)
 class PublishedMasks:
-    """One of the masks, for `h2o.simulated(masks=...)`. The arguments of `attend_rows` are those of
-    `h2o.hf.simulation.masks.Masks`."""
+    """One of the masks, for `h2o.simulated(masks=...)`: a `h2o.hf.simulation.masks.Masks`."""
 
     name: str
     has_prompt: bool
@@ -202,8 +191,5 @@ class PublishedMasks:
         return out, evicted_at
 
 
-MASKS = {
-    name: PublishedMasks(name, has_prompt=name == "flexgen")
-    for name in ("local", "global", "flexgen")
-}
+MASKS = {name: PublishedMasks(name, has_prompt=name == "flexgen") for name in RULES}
 """The authors' masks by name."""

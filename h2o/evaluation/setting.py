@@ -139,16 +139,13 @@ def parse_all(text: str, budgets: str | None = "") -> list[Setting]:
 
 def with_profile(settings: Iterable[Setting], profile: Profile) -> list[Setting]:
     """The settings, with this profile instead of the one that comes with h2o."""
-    chosen = [
-        dataclasses.replace(
-            setting, config=dataclasses.replace(setting.config, head_shares=profile)
-        )
-        if setting.config.head_shares == "shipped"
-        else setting
-        for setting in settings
-    ]
-    if not any(setting.config.head_shares is profile for setting in chosen):
+    chosen = list(settings)
+    calibrated = [i for i, x in enumerate(chosen) if x.config.head_shares == "shipped"]
+    if not calibrated:
         raise ValueError("--profile requires a calibrated setting in --compare")
+    for i in calibrated:
+        config = dataclasses.replace(chosen[i].config, head_shares=profile)
+        chosen[i] = dataclasses.replace(chosen[i], config=config)
     return chosen
 
 
@@ -257,9 +254,8 @@ def _parse_option(text: str) -> tuple[str, Any]:
         raise ValueError(f"unknown option {name!r}: choose from {', '.join(OPTIONS)}")
     if name == "head_shares" and value != "echo":
         raise ValueError(f"head_shares must be echo here, not {value!r}")
-    if name not in (*FIELDS, "min_tokens"):
-        return name, value
+    parsers = {"min_tokens": int} | {x: field.parse for x, field in FIELDS.items()}
     try:
-        return name, int(value) if name == "min_tokens" else FIELDS[name].parse(value)
+        return name, parsers.get(name, str)(value)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None

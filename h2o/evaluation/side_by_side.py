@@ -81,7 +81,10 @@ def compare(
     arguments = [*arguments, "--output_path", str(output)]
     with lm_eval_arguments(arguments), readable_errors():
         config = EvaluatorConfig.from_cli(HarnessCLI().parse_args())
-        config.metadata = {"prompt_length": prompt_length} | (config.metadata or {})
+        pretrained = config.model_args.get("pretrained") or DEFAULT_MODEL
+        config.metadata = (
+            name_tokenizer(pretrained) | {"prompt_length": prompt_length} | config.metadata
+        )
         manager = task_manager(config)
     for name in FOR_ONE_SETTING:
         if getattr(config, name):
@@ -97,20 +100,17 @@ def compare(
     for setting in settings:  # before anything slow is started
         check(setting, protocol, prompt_length)
     make_writable(output)
-    common = {"batch_size": config.batch_size, "device": config.device}
+    common = {x: getattr(config, x) for x in ("batch_size", "max_batch_size", "device")}
     with readable_errors():
-        given = {x: y for x, y in common.items() if y is not None}
-        lm = H2OLM(variant="full", **config.model_args, **given)
-    check_fit(settings, full_cache=protocol != "simulate")(lm.model)
+        lm = H2OLM.create_from_arg_obj(config.model_args | {"variant": "full"}, common)
+    check_fit(settings, lm.model, full_cache=protocol != "simulate")
     with readable_errors():
         tasks = manager.load(config.tasks)["tasks"]
     if protocol == "simulate" and any(setting.variant != "full" for setting in settings):
         for name, task in tasks.items():
             if task.OUTPUT_TYPE == "generate_until":
                 raise UserError(f"task {name} {GENERATES}")
-    origin = provenance(
-        lm.model, lm.tokenizer, config.model_args.get("pretrained") or DEFAULT_MODEL
-    )
+    origin = provenance(lm.model, lm.tokenizer, pretrained)
     origin |= {"model_args": config.model_args, "max_length": lm.max_length}
     measured: dict[Setting, Measured] = {}
     for setting in settings:
@@ -125,37 +125,32 @@ def compare(
         listed = [x["config"]["h2o"] | {"results": x["results"]} for x in measured.values()]
         return json.dumps({"folder": str(output), "settings": listed}, indent=1)
     notes = [f"written: {output}"]
-    tally = next(iter(measured.values()))["tally"]
+    of_any = next(iter(measured.values()))
     if protocol == "drop":
-        notes[:0] = one_token_notes(tally, settings)
-    units = dict.fromkeys(getattr(task, "unit", lm.ratio_of) for task in tasks.values())
+        notes[:0] = one_token_notes(of_any["tally"], settings)
+    units = dict.fromkeys(of_any["config"]["h2o"]["fractions_of"].values())
     if "window" in units:
         notes[:0] = without_prompt_notes(settings)
     first = f"{origin['model']}, protocol {protocol}, fractions of the {' or the '.join(units)}"
     return "\n".join([first, "", as_table(measured, tasks, lm.model), "", *notes])
 
 
-def metadata(config: EvaluatorConfig) -> dict[str, Any]:
-    """Metadata for tasks, including the tokenizer's folder for tasks that need it."""
-    name = config.model_args.get("pretrained")
-    folder = None
-    if name in (None, "", DEFAULT_MODEL):
-        folder = embedded_folder()
-    elif is_gguf(name):
-        folder = tokenizer_folder(name)
-    default = {} if folder is None else {"tokenizer": str(folder)}
-    return default | (config.metadata or {})
+def name_tokenizer(pretrained: str) -> dict[str, str]:
+    """Metadata for tasks that need the tokenizer of a model whose name lm-eval does not know."""
+    if pretrained == DEFAULT_MODEL:
+        return {"tokenizer": str(embedded_folder())}
+    return {"tokenizer": str(tokenizer_folder(pretrained))} if is_gguf(pretrained) else {}
 
 
 def task_manager(config: EvaluatorConfig) -> TaskManager:
     """A manager of the tasks in `config.tasks`. The tasks of h2o and of --include_path are tried
     first, since lm-eval needs ten seconds to list its own."""
     folders = [str(TASKS), *([config.include_path] if config.include_path else [])]
-    manager = TaskManager(include_path=folders, include_defaults=False, metadata=metadata(config))
+    manager = TaskManager(include_path=folders, include_defaults=False, metadata=config.metadata)
     if isinstance(config.tasks, list) and set(config.tasks) <= set(manager.all_tasks):
         return manager
     config.include_path = folders
-    return config.process_tasks(metadata(config))
+    return config.process_tasks()
 
 
 def measure(
@@ -187,7 +182,6 @@ def measure(
         log_samples=True,
         evaluation_tracker=tracker,
         fewshot_as_multiturn=bool(config.fewshot_as_multiturn),
-        metadata=metadata(config),
         **{name: getattr(config, name) for name in PASSED_UNCHANGED},
         **config.cache_requests,
         **dict(zip(SEEDS, config.seed or [None] * 4, strict=True)),

@@ -8,82 +8,33 @@ from __future__ import annotations
 
 import gc
 import importlib.resources
+import operator
 import os
 import platform
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from h2o import packages
+import torch
+from transformers import GenerationConfig
+
+from h2o import ops, packages
 from h2o.errors import UnsupportedError, UserError
+from h2o.evaluation.generation import bytes_of_keys, new_cache, time_tokens
 from h2o.evaluation.setting import Setting
 
 PACKAGES = ("h2o-kv", "torch", "transformers", "numpy")
 
 
-class Contender:
-    """One cache, which generates from the same prompt in every round."""
+class Sample(NamedTuple):
+    """One cache's figures in one round."""
 
-    def __init__(self, setting: Setting, model: Any, tokenizer: Any, ids: Any, tokens: int) -> None:
-        self.setting, self.model, self.tokenizer = setting, model, tokenizer
-        self.ids, self.tokens = ids, tokens
-        self.prefill: list[float] = []
-        self.token: list[float] = []
-        self.bytes_held = 0
-
-    def run(self) -> None:
-        """Run one round. Raises: UserError for a length or model that the cache cannot support."""
-        import torch
-        from transformers import GenerationConfig
-
-        from h2o.evaluation.generation import time_tokens
-        from h2o.hf.cache.new_cache import bytes_of_keys, new_cache
-
-        count, length = self.tokens + 1, self.ids.shape[1]
-        config = GenerationConfig(max_new_tokens=count, min_new_tokens=count, pad_token_id=0)
-        gc.collect()
-        try:
-            policy = None if self.setting.variant == "full" else self.setting.config
-            cache: Any = new_cache(self.model, policy, length)
-            times = time_tokens(
-                self.model, self.tokenizer, self.ids, cache, generation_config=config
-            )
-        except torch.OutOfMemoryError:
-            raise UserError(
-                f"{self.setting.name}: {self.model.device} has not enough memory for a prompt of "
-                f"{length} tokens: pass shorter --prompts"
-            ) from None
-        except (UnsupportedError, ValueError) as error:
-            raise UserError(f"{self.setting.name}: {error}") from error
-        self.prefill.append(times.prefill)
-        self.token.append(times.decode / self.tokens)
-        if policy is None:
-            self.bytes_held = bytes_of_keys(cache)
-        else:
-            total = cache.report().total
-            self.bytes_held = total.bytes_held + total.bytes_bookkeeping
-
-    def summarize(self, full: Contender) -> dict[str, Any]:
-        """The figures as medians over rounds, and their ratios to those of the full cache.
-
-        A speedup is the full cache's time divided by this cache's. Bytes are those of keys, values
-        and h2o's bookkeeping at the end.
-        """
-        token = statistics.median(self.token)
-        return {
-            "prompt_tokens": self.ids.shape[1],
-            "setting": self.setting.name,
-            "prefill_seconds": statistics.median(self.prefill),
-            "token_seconds": token,
-            "tokens_per_second": 1 / token,
-            "bytes_held": self.bytes_held,
-            "prefill_speedup": median_ratio(full.prefill, self.prefill),
-            "token_speedup": median_ratio(full.token, self.token),
-            "bytes_ratio": self.bytes_held / full.bytes_held,
-            "prefill_samples": self.prefill,
-            "token_samples": self.token,
-        }
+    prefill_seconds: float
+    token_seconds: float
+    """Seconds per token, without the first."""
+    bytes_held: int
+    """Bytes of keys, values and h2o's bookkeeping at the end."""
 
 
 def measure(
@@ -102,7 +53,7 @@ def measure(
         settings: the caches, "full" first.
         prompts: lengths in tokens.
         tokens: number of tokens decoded after the first one, in each round.
-        rounds: number of timed rounds. An untimed round comes first.
+        rounds: number of timed rounds. An untimed round comes first, to warm up libraries.
         log: called with a line before each part.
 
     Raises: UserError for a model or a length that a cache does not support.
@@ -116,9 +67,16 @@ def measure(
     measurements = []
     for length in prompts:
         ids = make_prompt(tokenizer, length).to(model.device)
-        contenders = [Contender(x, model, tokenizer, ids, tokens) for x in settings]
-        take_turns(contenders, rounds, lambda text, n=length: log(f"{n} tokens: {text}"))
-        measurements += [contender.summarize(contenders[0]) for contender in contenders]
+        samples: dict[Setting, list[Sample]] = {setting: [] for setting in settings}
+        for i in range(rounds + 1):
+            log(f"{length} tokens: " + (f"round {i} of {rounds}" if i else "warming up"))
+            first = max(0, i - 1) % len(settings)
+            for setting in [*settings[first:], *settings[:first]]:
+                sample = run(setting, model, ids, tokens)
+                samples[setting] += [sample] if i else []
+        full = samples[settings[0]]
+        figures = {x.name: summarize(timed, full) for x, timed in samples.items()}
+        measurements += [{"prompt_tokens": length, "setting": x} | y for x, y in figures.items()]
     return {
         "dtype": str(model.dtype).removeprefix("torch."),
         "tokens": tokens,
@@ -129,41 +87,58 @@ def measure(
     }
 
 
-def take_turns(contenders: list[Contender], rounds: int, log: Callable[[str], None]) -> None:
-    """Run each contender once untimed to warm up libraries, then in the timed rounds."""
-    log("warming up")
-    for contender in contenders:
-        contender.run()
-        contender.prefill.clear()
-        contender.token.clear()
-    for i in range(rounds):
-        log(f"round {i + 1} of {rounds}")
-        first = i % len(contenders)
-        for contender in contenders[first:] + contenders[:first]:
-            contender.run()
+def run(setting: Setting, model: Any, ids: torch.Tensor, tokens: int) -> Sample:
+    """Generate with one cache. Raises: UserError for a length or model that it cannot support."""
+    count, length = tokens + 1, ids.shape[1]
+    config = GenerationConfig(max_new_tokens=count, min_new_tokens=count, pad_token_id=0)
+    gc.collect()
+    try:
+        policy = None if setting.variant == "full" else setting.config
+        cache: Any = new_cache(model, policy, length)
+        times = time_tokens(model, ids, cache, generation_config=config)
+    except torch.OutOfMemoryError:
+        raise UserError(
+            f"{setting.name}: {model.device} has not enough memory for a prompt of "
+            f"{length} tokens: pass shorter --prompts"
+        ) from None
+    except (UnsupportedError, ValueError) as error:
+        raise UserError(f"{setting.name}: {error}") from error
+    if policy is None:
+        return Sample(times.prefill, times.decode / tokens, bytes_of_keys(cache))
+    total = cache.report().total
+    held = total.bytes_held + total.bytes_bookkeeping
+    return Sample(times.prefill, times.decode / tokens, held)
 
 
-def make_prompt(tokenizer: Any, tokens: int) -> Any:
+def summarize(samples: list[Sample], full: list[Sample]) -> dict[str, Any]:
+    """The figures of a cache as medians over rounds, and their ratios to those of the full cache,
+    round by round. A speedup is the full cache's time divided by this cache's."""
+    prefill, token, held = (list(x) for x in zip(*samples, strict=True))
+    full_prefill, full_token, full_held = zip(*full, strict=True)
+    seconds = statistics.median(token)
+    return {
+        "prefill_seconds": statistics.median(prefill),
+        "token_seconds": seconds,
+        "tokens_per_second": 1 / seconds,
+        "bytes_held": held[-1],
+        "prefill_speedup": statistics.median(map(operator.truediv, full_prefill, prefill)),
+        "token_speedup": statistics.median(map(operator.truediv, full_token, token)),
+        "bytes_ratio": held[-1] / full_held[-1],
+        "prefill_samples": prefill,
+        "token_samples": token,
+    }
+
+
+def make_prompt(tokenizer: Any, tokens: int) -> torch.Tensor:
     """Token ids [1, tokens]: the document that h2o ships, repeated as often as needed."""
-    import torch
-
     document = importlib.resources.files("h2o").joinpath("data/lighthouse.txt")
     ids = tokenizer(document.read_text("utf-8")).input_ids
     repeated = (ids * (tokens // len(ids) + 1))[:tokens]
     return torch.tensor([repeated], dtype=torch.long, device="cpu")
 
 
-def median_ratio(numerators: list[float], denominators: list[float]) -> float:
-    """Median of the ratios, round by round."""
-    return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
-
-
-def describe_machine(device: Any) -> dict[str, Any]:
+def describe_machine(device: torch.device) -> dict[str, Any]:
     """Describe the machine."""
-    import torch
-
-    from h2o import ops
-
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
     return {
         "device": str(device),

@@ -6,36 +6,39 @@ ROUGE-1, ROUGE-2 and ROUGE-L are F-measures with stemming, from the rouge-score 
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Sequence
 from typing import Any
 
-from h2o.errors import UserError
-from h2o.evaluation.task_rows import rows, text_of
+from rouge_score.rouge_scorer import RougeScorer
 
-ROUGE = ("rouge1", "rouge2", "rougeL")
+from h2o.errors import UserError
+from h2o.evaluation.text_tasks import FileTask
+
+SCORER = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
 INSTRUCTION = "Summarize the above article"
 TEMPLATE = "###\nArticle: {article}\n\n" + INSTRUCTION + " in {sentences}.\n"
 
 
-def dataset(file: str | None = None, **_: Any) -> dict[str, Any]:
-    """Build the dataset: a prompt and a reference for each article in a JSON Lines file.
+class Summaries(FileTask):
+    """The task."""
 
-    Two formats are supported: requests as in HELM (`article`, `summary_gt` or `summary`) and
-    articles as in CNN/DailyMail (`article`, `highlights`). If an article has no
-    instruction, one is added that asks for one sentence (HELM) or three (CNN/DailyMail).
+    @staticmethod
+    def make_rows(text: str, file: str, **_: Any) -> list[dict[str, Any]]:
+        """Make a prompt and a reference for each article in JSON Lines.
 
-    Raises: UserError that names file, line and field.
-    """
-    listed = []
-    # Not splitlines, which also splits at characters that JSON strings may contain, as U+2028.
-    for number, line in enumerate(text_of(file, "h2o_summaries").split("\n"), 1):
-        if line.strip():
-            listed.append(row_of(line, f"{file}, line {number}"))
-    if not listed:
-        raise UserError(f"{file} has no rows")
-    return rows(listed)
+        Two formats are supported: requests as in HELM (`article`, `summary_gt` or `summary`) and
+        articles as in CNN/DailyMail (`article`, `highlights`). If an article has no
+        instruction, one is added that asks for one sentence (HELM) or three (CNN/DailyMail).
+
+        Raises: UserError that names file, line and field.
+        """
+        # Not splitlines, which also splits at characters that JSON strings may contain, as U+2028.
+        lines = enumerate(text.split("\n"), 1)
+        rows = [row_of(line, f"{file}, line {i}") for i, line in lines if line.strip()]
+        if not rows:
+            raise UserError(f"{file} has no rows")
+        return rows
 
 
 def row_of(line: str, where: str) -> dict[str, str]:
@@ -49,28 +52,17 @@ def row_of(line: str, where: str) -> dict[str, str]:
     known = [name for name in ("summary_gt", "summary", "highlights") if name in record]
     if not known:
         raise UserError(f"{where}: no summary_gt, summary or highlights")
-    article = _text(record, "article", where)
+    for name in ("article", known[0]):
+        if not isinstance(record.get(name), str) or not record[name].strip():
+            raise UserError(f"{where}: {name} is missing, empty or not a text")
+    article = record["article"]
     if INSTRUCTION not in article:
         sentences = "3 sentences" if known[0] == "highlights" else "1 sentence"
         article = TEMPLATE.format(article=article.strip(), sentences=sentences)
-    return {"prompt": article, "reference": _text(record, known[0], where)}
-
-
-def _text(record: dict[str, Any], field: str, where: str) -> str:
-    text = record.get(field)
-    if not isinstance(text, str) or not text.strip():
-        raise UserError(f"{where}: {field} is missing, empty or not a text")
-    return text
+    return {"prompt": article, "reference": record[known[0]]}
 
 
 def results(doc: dict[str, str], answers: Sequence[str]) -> dict[str, float]:
     """The ROUGE scores of a summary."""
-    scores = _scorer().score(doc["reference"], answers[0].strip())
-    return {name: scores[name].fmeasure for name in ROUGE}
-
-
-@functools.cache
-def _scorer() -> Any:
-    from rouge_score.rouge_scorer import RougeScorer
-
-    return RougeScorer(ROUGE, use_stemmer=True)
+    scores = SCORER.score(doc["reference"], answers[0].strip())
+    return {name: score.fmeasure for name, score in scores.items()}

@@ -10,52 +10,61 @@ cache, with one token at a time.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+from lm_eval.api.metrics import weighted_mean, weighted_perplexity
 from torch import Tensor
 
 from h2o.errors import UserError
 from h2o.evaluation import protocols
 from h2o.evaluation.published_masks import MASKS
 from h2o.evaluation.setting import Setting
-from h2o.evaluation.task_rows import rows, text_of, tokenizer_of
+from h2o.evaluation.text_tasks import Samples, TextTask, format_error
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.simulation.simulation import simulated
 
 
-def dataset(
-    file: str | None = None,
-    window: int = 1024,
-    prompt_length: int = 1,
-    tokenizer: str | None = None,
-    pretrained: str | None = None,
-    **_: Any,
-) -> dict[str, Any]:
-    """Make the task's rows from lm-eval's --metadata.
+class Perplexity(TextTask):
+    """The task. The answer to each window is the total loss and the number of the scored tokens."""
 
-    Args:
-        file: plain text, UTF-8.
-        window: number of tokens per window. The last window may be shorter.
-        prompt_length: number of tokens before the first eviction in each window, see
-            `count_scored`.
-        tokenizer, pretrained: name or folder of the model's tokenizer.
-    """
-    text, tokens = text_of(file, "h2o_perplexity"), tokenizer_of(tokenizer, pretrained)
-    ids = tokens(text, verbose=False)["input_ids"]
-    try:
-        windows = cut_windows(ids, window, prompt_length)
-    except UserError as error:
-        raise UserError(f"{file}: {error}") from error
-    return rows(
-        [
-            {"text": tokens.decode(part), "asked": {"window": part, "prompt_length": prompt_length}}
-            for part in windows
-        ]
-    )
+    @property
+    def unit(self) -> str:
+        return "window" if self.config.metadata.get("prompt_length", 1) == 1 else "prompt"
+
+    @staticmethod
+    def make_rows(
+        text: str, tokenizer: Any, file: str, window: int = 1024, prompt_length: int = 1, **_: Any
+    ) -> list[dict[str, Any]]:
+        """Make a row of each window.
+
+        Args:
+            window: number of tokens per window. The last window may be shorter.
+            prompt_length: number of tokens before the first eviction in each window, see
+                `count_scored`.
+        """
+        ids = tokenizer(text, verbose=False)["input_ids"]
+        try:
+            windows = cut_windows(ids, window, prompt_length)
+        except UserError as error:
+            raise UserError(f"{file}: {error}") from error
+        asked = [{"window": part, "prompt_length": prompt_length} for part in windows]
+        return [{"text": tokenizer.decode(x["window"]), "asked": x} for x in asked]
+
+    @staticmethod
+    def columns(samples: Samples, full: Samples | None) -> dict[str, str]:
+        each = [tuple(sample["perplexity"]) for sample in samples]
+        perplexity = weighted_perplexity(each)
+        error = format_error([loss / tokens for loss, tokens in each], 2, perplexity)
+        cells = {"perplexity": f"{perplexity:.2f}{error}"}
+        if full:
+            pairs = zip(each, (sample["perplexity"] for sample in full), strict=True)
+            lost = [(there[0] - here[0], here[1]) for here, there in pairs]
+            error = format_error([loss / tokens for loss, tokens in lost], 3)
+            cells["nats lost"] = f"{weighted_mean(lost):.3f}{error}"
+        return cells | {"scored": f"{sum(tokens for _, tokens in each)}"}
 
 
 def cut_windows(ids: list[int], window: int, prompt_length: int = 1) -> list[list[int]]:
@@ -127,9 +136,8 @@ def by_cache(model: Any, ids: Tensor, setting: Setting, prompt_length: int = 1) 
     base = protocols.fraction_base(ids.shape[1], prompt_length)
     cache = H2OCache(model.config, setting.config.for_model(model), prompt_length=base)
     prompt, rest = ids[:, :prompt_length].cpu(), ids[0, prompt_length:]
-    forward = functools.partial(protocols.run_forward, model)
     prompts = prompt, torch.ones_like(prompt)
-    (logits,) = protocols.by_cache(forward, prompts, [rest.tolist()], cache)
+    (logits,) = protocols.by_cache(model, prompts, [rest.tolist()], cache)
     return _loss(logits, rest)
 
 

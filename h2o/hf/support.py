@@ -1,8 +1,7 @@
 """Which models h2o supports, with which layers and settings, and why it does not support others.
 
 Users call `supports(config)`. The answer depends on the model's config, on the layers of
-transformers' own cache for that config, and on the model's class, but not on weights. All reasons
-are in `not_supported_reasons`, which `supports` and every `H2OCache` use.
+transformers' own cache for that config, and on the model's class, but not on weights.
 """
 
 from __future__ import annotations
@@ -115,8 +114,8 @@ def supports(model: Any) -> Support:
     """
     config = config_of(model)
     model_type = config.model_type
-    if reasons := not_supported_reasons(config):
-        return Support(model_type, False, reasons[0].partition(": ")[2], ())
+    if reason := _config_reason(config) or _layers_reason(config):
+        return Support(model_type, False, reason, ())
     classes = _model_classes(config)
     if not classes:
         return Support(model_type, False, "transformers has no causal language model for it", ())
@@ -157,22 +156,6 @@ class Traits(NamedTuple):
             shared_key_layers(config),
             model_rotary.rotary_refusal(config, windows="sliding" in kinds) or "",
         )
-
-
-def not_supported_reasons(model: Any, h2o_config: H2OConfig | None = None) -> list[str]:
-    """Reasons why h2o does not support a model, or an `H2OConfig` with it; empty if it does.
-
-    Args:
-        model: a model of transformers, or its config.
-        h2o_config: for this model (`H2OConfig.for_model`).
-
-    Raises:
-        TypeError: `model` is neither a model nor a config.
-    """
-    config = config_of(model)
-    if reason := _config_reason(config) or _layers_reason(config):
-        return [f"h2o does not support {config.model_type}: {reason}"]
-    return [] if h2o_config is None else setting_reasons(Traits.of(config), h2o_config)
 
 
 def setting_reasons(
@@ -251,8 +234,9 @@ def transformers_layers(config: Any) -> list[CacheLayerMixin]:
         TypeError: `config` is not a config of transformers.
         UnsupportedError: h2o does not support the model.
     """
-    if reasons := not_supported_reasons(config):
-        raise UnsupportedError(reasons[0])
+    config = config_of(config)
+    if reason := _config_reason(config) or _layers_reason(config):
+        raise UnsupportedError(f"h2o does not support {config.model_type}: {reason}")
     return layers_of(config.get_text_config(decoder=True))
 
 
@@ -290,7 +274,7 @@ def _config_reason(config: Any) -> str | None:
     if _attribute(text, "kv_lora_rank") is not None:
         if reason := _latent_refusal(config):
             return reason
-    elif _has_other_values(text):
+    elif _attribute(text, "v_head_dim") not in (None, _attribute(text, "head_dim")):
         return "its keys and values differ in size"
     if getattr(text, "num_kv_shared_layers", None):
         if reason := shared_keys.shared_keys_refusal(text):
@@ -330,12 +314,6 @@ def _latent_refusal(config: Any) -> str | None:
     if not any(map(latent_attention.expands_after_cache, _model_classes(config))):
         return "its multi-head latent attention does not cache latents; newer models do"
     return latent_attention.latent_refusal(config.get_text_config(decoder=True))
-
-
-def _has_other_values(text: Any) -> bool:
-    """Whether keys and values differ in size, or the size of values differs between layers."""
-    value = _attribute(text, "v_head_dim")
-    return value is not None and value != _attribute(text, "head_dim")
 
 
 def _attribute(config: Any, name: str) -> Any:

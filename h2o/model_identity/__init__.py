@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from h2o.model_identity.weights import Weight, is_of_adapter, is_shard, plain_tensors, weights_of
+from h2o.model_identity.weights import Weight, is_of_adapter, plain_tensors, weights_of
 
 SHAPE = (
     "model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -33,6 +33,9 @@ SHAPE = (
 TOLERANCE = 0.005
 """Largest relative distance of two samples of weights that are considered equal: more than rounding
 to float16, bfloat16 and four digits causes (0.3%), less than training causes."""
+
+NUMBERS = 6
+"""Number of elements of a weight that samples and records have."""
 
 SAMPLE = 4096
 """Number of elements that a fingerprint takes from a tensor, or of bytes from each part of a file.
@@ -122,18 +125,14 @@ def _text_config(config: Any) -> Any:
 # ---- a few numbers, the same in any dtype ----------------------------------------------------
 
 
-def sample(model: Any, tensors: int = 24, numbers: int = 6) -> dict[str, list[float]]:
+def sample(model: Any) -> dict[str, list[float]]:
     """A few numbers from a few parameters of a model and of its active adapters, for
     `Profile.weights`."""
     every = list(weights_of(model))
     own = [x for x in every if not is_of_adapter(x.name)]
     adapters = [x for x in every if is_of_adapter(x.name)]
-    numbers_of = {}
-    for weight in (*_pick_evenly(own, tensors), *_pick_evenly(adapters, tensors)):
-        values = _values(weight, numbers)
-        if values is not None:
-            numbers_of[weight.name] = _round(values)
-    return numbers_of
+    numbers = {x.name: _values(x) for x in (*_pick_evenly(own), *_pick_evenly(adapters))}
+    return {name: values for name, values in numbers.items() if values is not None}
 
 
 def difference(
@@ -193,32 +192,26 @@ def _distance(values: Sequence[float], wanted: Sequence[float]) -> float:
     return 0.0 if apart <= TOLERANCE else apart
 
 
-def _pick_evenly(weights: list[Weight], count: int) -> list[Weight]:
-    """Up to `count` weights, evenly spaced."""
-    return weights[:: max(1, -(-len(weights) // count))]
+def _pick_evenly(weights: list[Weight]) -> list[Weight]:
+    """Up to 24 weights, evenly spaced."""
+    return weights[:: max(1, -(-len(weights) // 24))]
 
 
-def _round(values: Sequence[float]) -> list[float]:
-    return [float(f"{value:.4g}") for value in values]
-
-
-def _values(weight: Weight, numbers: int) -> list[float] | None:
-    """Evenly spaced numbers of a weight; None if it is quantized, cut or not in memory."""
+def _values(weight: Weight, numbers: int = NUMBERS) -> list[float] | None:
+    """Evenly spaced numbers of a weight, rounded to four digits; None if the weight is quantized,
+    cut or not in memory."""
     tensor = weight.tensor
-    if is_shard(weight) or not tensor.dtype.is_floating_point or tensor.element_size() < 2:
+    if weight.is_shard or not tensor.dtype.is_floating_point or tensor.element_size() < 2:
         return None
     if tensor.is_meta or tensor.numel() < numbers or hasattr(tensor, "__tensor_flatten__"):
         return None
     flat = tensor.reshape(-1)
     step = flat.numel() // numbers
-    values: list[float] = (weight.scale * flat[step // 2 :: step][:numbers].float()).cpu().tolist()
-    return values
+    values = weight.scale * flat[step // 2 :: step][:numbers].float()
+    return [float(f"{value:.4g}") for value in values.tolist()]
 
 
 # ---- a record of each weight, for files of keys and values -----------------------------------
-
-NUMBERS = 6
-"""Number of values that a record has for each weight."""
 
 _PASSING = (
     "architectures", "attention_dropout", "chunk_size_feed_forward", "dtype", "id2label",
@@ -230,10 +223,7 @@ _PASSING = (
 
 def record(model: Any) -> dict[str, Any]:
     """Describe every weight of a model, and its config, for `record_difference` and JSON."""
-    weights = {}
-    for weight in weights_of(model):
-        numbers = _values(weight, NUMBERS)
-        weights[weight.name] = [*_digest(weight), numbers and _round(numbers)]
+    weights = {x.name: [*_digest(x), _values(x)] for x in weights_of(model)}
     return {"weights": weights, "config": settings_of(model.config)}
 
 
@@ -268,14 +258,14 @@ def record_difference(model: Any, there: Mapping[str, Any]) -> str | None:
 def _digest(weight: Weight) -> tuple[str, str]:
     """(format, digest of the scale and the numbers) of a weight. The digest is "" for a weight that
     is cut over processes, because processes may have different parts."""
-    if is_shard(weight):
+    if weight.is_shard:
         return "cut", ""
     digest = hashlib.sha256()
     _add_weight(digest, weight, whole=False)
-    stored = "" if weight.tensor.dtype.is_floating_point else type(weight.tensor).__name__
-    if hasattr(weight.tensor, "__tensor_flatten__"):
-        stored = type(weight.tensor).__name__
-    return f"{stored} {weight.tensor.dtype}".strip(), digest.hexdigest()[:16]
+    tensor = weight.tensor
+    is_plain = tensor.dtype.is_floating_point and not hasattr(tensor, "__tensor_flatten__")
+    stored = "" if is_plain else f"{type(tensor).__name__} "
+    return f"{stored}{tensor.dtype}", digest.hexdigest()[:16]
 
 
 def settings_of(config: Any) -> dict[str, Any]:

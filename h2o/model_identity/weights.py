@@ -24,7 +24,7 @@ class Weight(NamedTuple):
     name: str
     tensor: Any
     is_shard: bool
-    """Whether the tensor is this process's part of the weight, in a plain tensor (not a DTensor)"""
+    """Whether the weight is cut over several processes, and the tensor has the part of this one"""
     scale: float
     """Scaling factor of the adapter, or 1."""
 
@@ -55,7 +55,9 @@ def weights_of(model: Any) -> Iterator[Weight]:
             if at_work is not None:
                 places[at_work[0]] = module, own, at_work[1]
     for name, (module, own, scale) in sorted(places.items()):
-        yield Weight(name, _load(module, own), device_mesh(module) is not None, scale)
+        tensor = _load(module, own)
+        is_shard = device_mesh(module) is not None or hasattr(tensor, "full_tensor")
+        yield Weight(name, tensor, is_shard, scale)
 
 
 def is_of_adapter(name: str) -> bool:
@@ -80,11 +82,6 @@ def plain_tensors(name: str, value: Any, *, whole: bool) -> Iterator[tuple[str, 
             yield from plain_tensors(f"{name}.{part}", getattr(value, part), whole=whole)
     elif isinstance(value, torch.Tensor):
         yield name, value
-
-
-def is_shard(weight: Weight) -> bool:
-    """Whether the weight is cut over several processes."""
-    return weight.is_shard or hasattr(weight.tensor, "full_tensor")
 
 
 def _segment(number: int) -> str:

@@ -82,16 +82,15 @@ def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     return texts
 
 
-def labels(texts: Sequence[str]) -> list[str]:
-    """Labels for results of `pieces`: a further token of a character becomes "x (2 of 3)"."""
-    named: list[str] = []
-    while len(named) < len(texts):
-        start = stop = len(named)
-        while stop + 1 < len(texts) and not texts[stop + 1]:
-            stop += 1
-        count = stop - start + 1
-        parts = [f"{texts[start]} ({i} of {count})" for i in range(2, count + 1)]
-        named += [texts[start], *parts]
+def labels(texts: Sequence[str]) -> dict[int, str]:
+    """Labels such as "x (2 of 3)", by index, of the further tokens of a character in `pieces`."""
+    named: dict[int, str] = {}
+    start = 0
+    for stop in range(1, len(texts) + 1):
+        if stop == len(texts) or texts[stop]:
+            count = stop - start
+            named |= {start + i: f"{texts[start]} ({i + 1} of {count})" for i in range(1, count)}
+            start = stop
     return named
 
 

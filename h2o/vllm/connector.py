@@ -26,7 +26,7 @@ from h2o.vllm.page_budget import example_keys
 from h2o.vllm.page_store import PageStore
 from h2o.vllm.paged_request import arguments_of, prefix_of
 from h2o.vllm.scheduler import PrefixAsyncScheduler, PrefixScheduler
-from h2o.vllm.stored_prompts import Begin, Prefill, PromptHashes, Store, StoredPrompts, identify
+from h2o.vllm.stored_prompts import Beginning, Prefill, StoredPrompts, identify
 from h2o.vllm.validation import CONNECTOR, has_windows, read_request
 
 
@@ -86,10 +86,13 @@ class Plan(KVConnectorMetadata):
     """Pages of requests that have ended or start over"""
     requests: dict[int, tuple[int, dict[str, Any]]] = dataclasses.field(default_factory=dict)
     """(tokens of the prompt, `vllm_xargs`) of requests that begin, by page"""
-    begins: list[Begin] = dataclasses.field(default_factory=list)
+    begins: list[tuple[int, int, int, bool]] = dataclasses.field(default_factory=list)
+    """Requests that begin with a stored prompt: the prompt's page, the request's page, the number
+    of tokens that need no prefill, and whether these are the request's whole prompt"""
     dropped: list[int] = dataclasses.field(default_factory=list)
     """Pages whose stored prompts are gone, for example because vLLM gave the pages to requests"""
-    stores: list[Store] = dataclasses.field(default_factory=list)
+    stores: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    """Prompts to store after the pass: the request's page, and the page that gets a copy"""
 
 
 class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
@@ -116,8 +119,8 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
         """The groups of layers with h2o's pages. There is one group if prompts are stored"""
         self.found: dict[str, tuple[int, int, bool]] = {}
         """The stored prompt of each request that waits for a page"""
-        self.hashes: dict[str, PromptHashes] = {}
-        """Hashes of each request, cached because a waiting request needs them in every pass"""
+        self.beginnings: dict[str, list[Beginning]] = {}
+        """Those of each request, cached because a waiting request needs them in every pass"""
         self.held: dict[str, list[int]] = {}
         """Pages of each request that has some"""
 
@@ -133,10 +136,8 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[int | None, bool]:
         """Return the number of tokens that a stored prompt provides, and False, since they are
         loaded synchronously. The number is None while another request is prefilling them."""
-        wanted = self._hashes_of(request)
+        wanted = self._beginnings_of(request)
         self.found.pop(request.request_id, None)
-        if wanted is None:
-            return 0, False
         found = self.prompts.find(wanted)
         if found is not None:
             self.found[request.request_id] = found
@@ -158,39 +159,36 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
         if num_external_tokens:
             assert found is not None
             stored, tokens, whole = found
-            self.plan.begins.append(Begin(stored, page, tokens, whole))
+            self.plan.begins.append((stored, page, tokens, whole))
             if stored != page:  # if equal, the stored prompt's page was the last free one
                 self._keep(self.pool.blocks[stored], again=True)
-        if not whole:
-            wanted = self._hashes_of(request)
-            nothing = PromptHashes(request.num_prompt_tokens, b"", prefix_of(request), None)
-            self.prompts.prefilling[name] = Prefill(
-                wanted or nothing, page, num_external_tokens, wanted is not None
-            )
+        if not whole and (wanted := self._beginnings_of(request)):
+            self.prompts.prefilling[name] = Prefill(wanted, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Plan:
         preempted = {*(scheduler_output.preempted_req_ids or ())}
         # A preempted request with scheduled tokens has already started over.
         self._leave(preempted - {*scheduler_output.num_scheduled_tokens})
         plan, self.plan = self.plan, Plan()
-        for page, key in self.prompts.advance(scheduler_output.num_scheduled_tokens):
+        for name, key in self.prompts.advance(scheduler_output.num_scheduled_tokens):
             if key in self.prompts.pages or not self.pool.get_num_free_blocks():
                 continue
             (block,) = self.pool.get_new_blocks(1)
-            plan.stores.append(Store(page, block.block_id))
+            (page,) = self.held[name]  # one, since all layers are in one group
+            plan.stores.append((page, block.block_id))
             self.prompts.put(key, block.block_id)
             self._keep(block)
         plan.dropped, self.plan.dropped = plan.dropped + self.plan.dropped, []
         return plan
 
-    def _hashes_of(self, request: Any) -> PromptHashes | None:
-        """The hashes by which a request may share a prompt, or None if it shares nothing."""
+    def _beginnings_of(self, request: Any) -> list[Beginning]:
+        """The beginnings that a request may share with others. Empty if it shares nothing."""
         if not (self.is_shared and _may_share(request)):
-            return None
-        known = self.hashes.get(request.request_id)
-        if known is None or known.tokens != request.num_prompt_tokens:  # a session's prompt grows
+            return []
+        known = self.beginnings.get(request.request_id)
+        if not known or known[0].tokens != request.num_prompt_tokens:  # a session's prompt grows
             said = request.prompt_token_ids, prefix_of(request), arguments_of(request)
-            known = self.hashes[request.request_id] = identify(*said, request.cache_salt)
+            known = self.beginnings[request.request_id] = identify(*said, request.cache_salt)
         return known
 
     def _pages(self, blocks: Any) -> list[int]:
@@ -214,7 +212,7 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
         self.plan.dropped.append(block.block_id)
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
-        for known in (self.found, self.hashes):
+        for known in (self.found, self.beginnings):
             known.pop(request.request_id, None)
         self._leave([request.request_id])
         return False, None

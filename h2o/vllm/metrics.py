@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.util import Finalize  # runs at the exit of this process, never of a fork
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from h2o.vllm.page_store import PageStore
 from h2o.vllm.worker_prompts import WorkerPrompts
@@ -48,14 +48,8 @@ COUNTERS = {
 }
 
 
-class Labels(NamedTuple):
-    """The labels of a process's metrics."""
-
-    model_name: str
-    engine: str
-    """Data parallel rank"""
-    rank: str
-    """Tensor parallel rank"""
+LABELS = ("model_name", "engine", "rank")
+"""Labels of a process's metrics: served model, data parallel rank, tensor parallel rank"""
 
 
 class Collector:
@@ -75,7 +69,7 @@ class Collector:
         families = [(GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)]
         for family, names in families:
             for name, what in names.items():
-                metric = family(name, what, labels=Labels._fields)
+                metric = family(name, what, labels=LABELS)
                 for labels, numbers in left:
                     if numbers.get(name) is not None:
                         metric.add_metric(labels, numbers[name])
@@ -107,13 +101,17 @@ class Meter:
 
     def __init__(
         self,
-        labels: Labels,
+        labels: tuple[str, str, str],
         request_bytes: int,
         requests: int,
         stores: Callable[[], list[PageStore]],
         worker_prompts: WorkerPrompts,
     ) -> None:
-        """`stores` returns the stores of the layers that have pages by now."""
+        """
+        Args:
+            labels: values of `LABELS`.
+            stores: returns the stores of the layers that have pages by now.
+        """
         self.labels = labels
         self.fixed = {"h2o:request_bytes": request_bytes, "h2o:requests_that_fit": requests}
         self.stores, self.worker_prompts = stores, worker_prompts
@@ -124,7 +122,7 @@ class Meter:
     def file(self) -> Path | None:
         """The file for the metrics, or None if nobody reads them."""
         folder = os.environ.get(FOLDER)
-        return Path(folder, f"{self.labels.engine}-{self.labels.rank}.json") if folder else None
+        return Path(folder, "{1}-{2}.json".format(*self.labels)) if folder else None
 
     def schedule_write(self) -> None:
         """Schedule a write of the metrics, which will include the steps until then."""

@@ -9,6 +9,7 @@ equal budgets for all heads would need.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 
@@ -19,6 +20,7 @@ from h2o.config.layer_plan import LayerPlan
 from h2o.spans import Row, count
 from h2o.vllm.config_entry import WHOLE_PROMPTS
 from h2o.vllm.page_store import ALIGNMENT, page_bytes
+from h2o.vllm.paged_request import PagedRequest
 
 
 def example_keys(heads: int, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -67,31 +69,20 @@ class PageBudget:
         return self.config.shares_by_echo
 
     def by_head(
-        self,
-        layer: int,
-        keys: torch.Tensor,
-        prompt: int,
-        config: H2OConfig | None = None,
-        pinned: Row | None = None,
+        self, layer: int, keys: torch.Tensor, request: PagedRequest
     ) -> list[tuple[int, int]]:
         """(heavy, recent) of each head of a layer, or one pair for all; never more than a page
         holds. If pinned and recent keys do not fit together, fewer recent keys are kept.
 
         Args:
             keys: tensor [B, G, any, D] like the keys of the layer.
-            prompt: number of tokens of the request's prompt.
-            config: the request's config, by default the server's.
-            pinned: the request's pinned spans, for which there is room (`check_room`).
+            request: its pinned spans have room (`check_room`).
 
         Raises: ValueError for a config of another number of layers or heads.
         """
-        pins = count(pinned or [], self.config.sinks)
-        kept = self._kept(layer, keys)
-        budgets = self._by_head(config or self.config, layer, keys, prompt)
-        if len(budgets) < len(kept):
-            budgets = budgets * len(kept)
-        rooms = [k - self.config.sinks for k in kept]
-        return [_reduce_to_room(*x, room, pins) for x, room in zip(budgets, rooms, strict=True)]
+        pins, sinks = count(request.pinned, self.config.sinks), self.config.sinks
+        wanted = self._kept_and_wanted(request.config or self.config, layer, keys, request.first)
+        return [_reduce_to_room(*budget, kept - sinks, pins) for kept, budget in wanted]
 
     def check_room(self, keys: torch.Tensor, pinned: Row) -> None:
         """Raise ValueError unless a page has room for the pinned keys and one recent key, on every
@@ -110,13 +101,19 @@ class PageBudget:
         """The reason why a request's own budget keeps no heavy hitters in some page, although it
         asks for some: its recent keys fill the page. Empty if there is no such page."""
         for layer in range(self.layers):
-            kept, wanted = self._kept(layer, keys), self._by_head(config, layer, keys, prompt)
-            heads = max(len(kept), len(wanted))
-            kept, wanted = kept * (heads // len(kept)), wanted * (heads // len(wanted))
-            for k, (heavy, recent) in zip(kept, wanted, strict=True):
-                if heavy and recent >= k - self.config.sinks:
-                    return _without_heavy(heavy, recent, k, config)
+            for kept, (heavy, recent) in self._kept_and_wanted(config, layer, keys, prompt):
+                if heavy and recent >= kept - self.config.sinks:
+                    return _without_heavy(heavy, recent, kept, config)
         return ""
+
+    def _kept_and_wanted(
+        self, config: H2OConfig, layer: int, keys: torch.Tensor, prompt: int
+    ) -> Iterator[tuple[int, tuple[int, int]]]:
+        """Number of keys that a page holds, and (heavy, recent) that a request's config asks for,
+        for each head, or once for all heads."""
+        kept, wanted = self._kept(layer, keys), self._by_head(config, layer, keys, prompt)
+        heads = max(len(kept), len(wanted))
+        return zip(kept * (heads // len(kept)), wanted * (heads // len(wanted)), strict=True)
 
     def _by_head(
         self, config: H2OConfig, layer: int, keys: torch.Tensor, prompt: int

@@ -1,12 +1,11 @@
 """One layer's work for a batch of requests: prompts, chunks of prompts and decode steps together.
 
 `plan` divides the requests of a forward pass into these three kinds, and `PagedLayer` runs them in
-each layer. A request has a single page, which holds all keys and values that it keeps, unlike the
-usual blocks of vLLM. With chunked prefill, a prompt stays uncompressed outside the pages until its
-last chunk has been processed, and is then cut to its budget. The keys that a request keeps
-therefore depend neither on how vLLM divides the prompt nor on other requests. The number of prompts
-that can stay uncompressed is limited (`PartialPrompts`), and h2o's scheduler (`h2o.vllm.scheduler`)
-admits no more.
+each layer. With chunked prefill, a prompt stays uncompressed outside the pages until its last chunk
+has been processed, and is then cut to its budget. The keys that a request keeps therefore depend
+neither on how vLLM divides the prompt nor on other requests. The number of prompts that can stay
+uncompressed is limited (`PartialPrompts`), and h2o's scheduler (`h2o.vllm.scheduler`) admits no
+more.
 
 Shape letters: n tokens of the batch, H query heads, G key/value heads, D head dimension.
 """
@@ -14,16 +13,15 @@ Shape letters: n tokens of the batch, H query heads, G key/value heads, D head d
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from h2o import ops
-from h2o.config.layer_plan import LayerPlan
 from h2o.quantization import warn_of_coarse_keys
 from h2o.slots import empty_row
-from h2o.spans import PINNED, count
+from h2o.spans import PINNED
 from h2o.vllm.page_budget import PageBudget
 from h2o.vllm.page_store import PageStore
 from h2o.vllm.paged_request import PagedRequest
@@ -32,32 +30,6 @@ from h2o.vllm.worker_prompts import WorkerPrompts
 PromptScores = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Function that returns a prompt's scores and echo, [1, G, Q] each, given its query [1, H, Q, D],
 its key and value [1, G, Q, D], and the attention [1, G, Q] that its keys have received."""
-
-
-class Cut(NamedTuple):
-    """A prompt in one layer, to be cut to its budget."""
-
-    keys: Tensor
-    """[1, G, Q, D]"""
-    values: Tensor
-    scores: Tensor
-    """[1, G, Q] float32"""
-    echo: Tensor | None
-    """[1, G, Q] float32, or None if the prompt is not ranked by echo"""
-    budgets: list[tuple[int, int]]
-    """(heavy, recent) of each head, or one pair for all"""
-    pinned: int
-    """Number of pinned keys besides the sinks, which every head keeps"""
-    plan: LayerPlan
-    """The plan of the layer for this request"""
-
-
-class DividesBudgets(Protocol):
-    """An object that divides the budgets of prompts across all layers."""
-
-    def take(self, page: int, layer: int, cut: Cut) -> list[Cut]:
-        """Add a layer's part of a page's prompt. For the last layer return all parts, with their
-        new budgets; otherwise return an empty list."""
 
 
 class Chunk(NamedTuple):
@@ -101,22 +73,22 @@ class PartialPrompts:
     def __init__(self, buffers: int) -> None:
         """`buffers` is 0 if no prompt is kept whole."""
         self.buffers = buffers
-        self.chunks: dict[int, Chunk] = {}
-        """The last chunk of each prompt, by page"""
+        self.by_page: dict[int, int] = {}
+        """The buffer of each prompt, by page"""
 
-    def free_buffer(self) -> int:
-        """The number of a free buffer.
+    def take_buffer(self, page: int) -> int:
+        """Give a free buffer to the prompt of a page.
 
         Raises: RuntimeError if there is none.
         """
-        taken = {chunk.buffer for chunk in self.chunks.values()}
-        for buffer in range(self.buffers):
-            if buffer not in taken:
-                return buffer
-        raise RuntimeError(
-            f"h2o: vLLM prefills more than {self.buffers} prompts in chunks at once: the scheduler "
-            "is not h2o's"
-        )
+        free = {*range(self.buffers)}.difference(self.by_page.values())
+        if not free:
+            raise RuntimeError(
+                f"h2o: vLLM prefills more than {self.buffers} prompts in chunks at once: the "
+                "scheduler is not h2o's"
+            )
+        self.by_page[page] = min(free)
+        return self.by_page[page]
 
 
 def plan(
@@ -152,29 +124,26 @@ def plan(
         opens = length == end - begin
         request = requests.get(page) or PagedRequest(length if opens else 0)
         if opens:
-            begun.chunks.pop(page, None)  # left by another request
+            begun.by_page.pop(page, None)  # left by another request
         elif end - begin == 1 and length > request.first:
             single.append((page, begin))
             continue
         # A prompt that was cut before its end is cut again after each further chunk.
-        buffer = begun.chunks[page].buffer if page in begun.chunks else None
-        is_first = opens or page in begun.chunks
+        buffer = begun.by_page.get(page)
+        is_first = opens or buffer is not None
         ends = length >= request.first or not is_first or begun.buffers == 0
         if is_first and length > request.first and request.prefix:
             raise RuntimeError(
                 f"h2o: vLLM prefills a prompt up to token {length} at once, but its prefix of "
                 f"{request.prefix} tokens must be cut first: the scheduler is not h2o's"
             )
+        if ends:
+            begun.by_page.pop(page, None)
         chunk = Chunk(begin, end, page, length, request, opens, ends, buffer)
         (opening if opens else later).append(chunk)
-    for chunk in later:  # before `opening`, so that chunks that end make room
-        if chunk.ends:
-            begun.chunks.pop(chunk.page, None)
-        else:
-            begun.chunks[chunk.page] = chunk
-    for i, chunk in enumerate(opening):
+    for i, chunk in enumerate(opening):  # now, since chunks that end have made room
         if not chunk.ends:
-            opening[i] = begun.chunks[chunk.page] = chunk._replace(buffer=begun.free_buffer())
+            opening[i] = chunk._replace(buffer=begun.take_buffer(chunk.page))
     return Batch(later + opening, _steps(single, device), again)
 
 
@@ -209,7 +178,7 @@ class PagedLayer:
     def __init__(
         self, store: PageStore, budget: PageBudget, layer: int, scale: float, softcap: float,
         worker_prompts: WorkerPrompts, prompt_scores: PromptScores | None = None,
-        cross_layer: DividesBudgets | None = None,
+        cross_layer: Any = None,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -217,7 +186,7 @@ class PagedLayer:
             worker_prompts: shared by all layers, the prompts that are stored for later requests.
             prompt_scores: computes the scores by which a prompt is cut. By default these are the
                 attention that its keys have received.
-            cross_layer: shared by all layers, divides a request's budget across them.
+            cross_layer: `CrossLayerBudget`, shared by all layers, if they share their budget.
         """
         self.store = store
         self.budget = budget
@@ -273,8 +242,11 @@ class PagedLayer:
     def _keep_whole(self, chunk: Chunk, tokens: tuple[Tensor, Tensor, Tensor], out: Tensor) -> None:
         query, key, value = tokens
         buffer = chunk.buffer
-        if self.whole is None:
-            self.whole = self._make_room(query, key)
+        if self.whole is None:  # shorter prompts leave the rest of the longest rows untouched
+            self.whole = self.budget.whole(key)
+            if self.prompt_scores is not None:
+                size = self.budget.buffers, query.shape[1], self.budget.longest, query.shape[3]
+                self.queries = query.new_zeros(size)
         assert buffer is not None
         if chunk.opens:
             empty_row(self.whole, buffer)
@@ -284,14 +256,10 @@ class PagedLayer:
         if self.queries is not None:
             self.queries[buffer, :, chunk.length - query.shape[2] : chunk.length] = query[0]
         if chunk.ends:
-            self._cut(chunk)
-
-    def _make_room(self, query: Tensor, key: Tensor) -> ops.Slots:
-        """Allocate rows for the longest prompts. Shorter prompts leave the rest untouched."""
-        buffers, longest = self.budget.buffers, self.budget.longest
-        if self.prompt_scores is not None:
-            self.queries = query.new_zeros(buffers, query.shape[1], longest, query.shape[3])
-        return self.budget.whole(key)
+            whole, end = self.whole, chunk.length
+            prompt = (x[buffer, :, :end][None] for x in (whole.keys, whole.values, whole.scores))
+            queries = None if self.queries is None else self.queries[buffer, :, :end][None]
+            self._put(chunk, queries, *prompt)
 
     def _attend(
         self, tokens: tuple[Tensor, Tensor, Tensor], seen: ops.Slots | None, out: Tensor
@@ -314,34 +282,20 @@ class PagedLayer:
             assert query is not None
             scores, echo = self.prompt_scores(query, keys, values, scores)
         scores = _with_pins(chunk, scores)
-        budgets = self.budget.by_head(
-            self.layer, keys, request.first, request.config, request.pinned
-        )
         number = _number(chunk.page, keys)
         if self.cross_layer is None:
+            budgets = self.budget.by_head(self.layer, keys, request)
             self.store.empty(chunk.page, budgets)
             ops.evict(keys, values, scores, self.store.rows(number), policy=self.policy)
             return
-        pinned = count(request.pinned, self.budget.config.sinks)
-        plan = self.budget.layer_plan(request.config or self.budget.config, self.layer, keys)
-        cut = Cut(keys, values, scores, echo, budgets, pinned, plan)
-        if divided := self.cross_layer.take(chunk.page, self.layer, cut):
-            budgets = [budget for part in divided for budget in part.budgets]
+        prompt = keys, values, scores, echo
+        if divided := self.cross_layer.take(chunk.page, self.layer, request, *prompt):
+            budgets = [budget for _, by_head in divided for budget in by_head]
             sizes = [self.budget.slots(self.budget.config.sinks + sum(x)) for x in budgets]
             self.store.empty(chunk.page, budgets, sizes)
-            for layer, part in enumerate(divided):
+            for layer, (part, _) in enumerate(divided):
                 page = self.store.rows(number, layer)
                 ops.evict(part.keys, part.values, part.scores, page, policy=self.policy)
-
-    def _cut(self, chunk: Chunk) -> None:
-        """Cut a prompt that was kept whole to its budget, and write it to its page."""
-        assert self.whole is not None
-        buffer, n = chunk.buffer, chunk.length
-        keys, values, scores = (
-            x[buffer, :, :n][None] for x in (self.whole.keys, self.whole.values, self.whole.scores)
-        )
-        query = None if self.queries is None else self.queries[buffer, :, :n][None]
-        self._put(chunk, query, keys, values, scores)
 
     def _step(self, steps: Steps, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
         """Run a decode step of each request."""

@@ -4,17 +4,17 @@ This module depends on internals of the tested versions of vLLM. On the CPU plat
 uses the backend CPU_ATTN, so h2o's backend replaces it. Without an entry "h2o" in the config the
 replacement behaves as vLLM's own backend. On a GPU h2o's backend is CUSTOM, which the user chooses.
 
-A request has one page for its whole life (vLLM's CircularBufferSpec). The page holds the slots of
-the request. Tokens are not divided into blocks, so vLLM's slot mapping is not used, and prompts
-that requests share are copied. If only some layers of a model have a sliding window, these layers
-use vLLM's own attention, and their blocks have the size of a page.
+A request has one page for its whole life (vLLM's CircularBufferSpec) instead of blocks, so vLLM's
+slot mapping is not used, and prompts that requests share are copied. If only some layers of a model
+have a sliding window, these layers use vLLM's own attention, and their blocks have the size of a
+page.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -36,11 +36,11 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 
 from h2o.vllm.connector import check_own, impls_of, set_up, stores_of
-from h2o.vllm.metrics import Labels, Meter
-from h2o.vllm.page_budget import PageBudget, example_keys
+from h2o.vllm.metrics import Meter
+from h2o.vllm.page_budget import example_keys
 from h2o.vllm.page_store import ALIGNMENT, PageStore
 from h2o.vllm.paged_request import PagedRequest
-from h2o.vllm.paged_rows import Batch, PagedLayer, PartialPrompts, plan
+from h2o.vllm.paged_rows import Batch, PagedLayer, PartialPrompts, PromptScores, plan
 from h2o.vllm.seeded_requests import discard_without_seeds
 from h2o.vllm.validation import Requests, entry_of, has_windows, logger, page_budget
 from h2o.vllm.worker_prompts import WorkerPrompts
@@ -117,7 +117,7 @@ def meter_of(vllm_config: VllmConfig, impls: list[H2OAttention], spec: PageSpec)
             "--api-server-count 1 to get them"
         )
     return Meter(
-        Labels(str(model.served_model_name), str(parallel.data_parallel_index), str(parallel.rank)),
+        (str(model.served_model_name), str(parallel.data_parallel_index), str(parallel.rank)),
         spec.page_size_bytes * len(impls),
         pages - 1,  # vLLM reserves the first page
         lambda: stores_of(impls),
@@ -128,48 +128,42 @@ def meter_of(vllm_config: VllmConfig, impls: list[H2OAttention], spec: PageSpec)
 # ---- Attention -------------------------------------------------------------------------------
 
 
-class Engine(NamedTuple):
+class Engine:
     """State that the layers of an engine share."""
 
-    config: str
-    """`VllmConfig.instance_id`"""
-    budget: PageBudget
-    has_windows: bool
-    """Whether other layers have a sliding window. Those use vLLM's own attention"""
-    echoes: Any
-    """`PromptEchoes`, or None if prompts keep the scores that attention gives"""
-    cross_layer: Any
-    """`CrossLayerBudget`, or None if each layer has its own pages"""
-    stores: WeakValueDictionary[tuple[int, int], PageStore]
-    """Stores that all layers share, by address and number of the pages. The layers own them"""
-    worker_prompts: WorkerPrompts
-    requests: dict[int, PagedRequest]
-    """The active requests, by page"""
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        """
+        Raises: TypeError, ValueError for a wrong entry, and for a model or setting that is not
+            supported.
+        """
+        self.instance_id = vllm_config.instance_id
+        self.budget = page_budget(vllm_config)
+        self.has_windows = has_windows(vllm_config)
+        """Whether other layers have a sliding window. Those use vLLM's own attention"""
+        self.layer_scorer: Callable[[int, float, float], PromptScores] | None = None
+        """See `prompt_scoring.layer_scorer`"""
+        self.cross_layer: Any = None
+        """`CrossLayerBudget`, or None if each layer has its own pages"""
+        self.stores = WeakValueDictionary[tuple[int, int], PageStore]()
+        """Stores that all layers share, by address and number of the pages. The layers own them"""
+        self.worker_prompts = WorkerPrompts()
+        self.requests: dict[int, PagedRequest] = {}
+        """The active requests, by page"""
+        if self.budget.config.score_by == "mean-echo":
+            from h2o.vllm import prompt_scoring  # imports transformers
 
-
-def engine_of(vllm_config: VllmConfig) -> Engine:
-    """Create the engine of a config.
-
-    Raises: TypeError, ValueError for a wrong entry, and for a model or setting that is not
-    supported.
-    """
-    budget, echoes, cross_layer = page_budget(vllm_config), None, None
-    if current_platform.is_cpu():
-        discard_without_seeds()
-    else:
-        logger.warning_once(
-            "h2o: attention on GPUs in vLLM was tested in an emulation and has not run on a GPU: "
-            "compare answers first, as examples/serve_on_gpus.py does"
-        )
-    if budget.config.score_by == "mean-echo":
-        from h2o.vllm.prompt_scoring import CrossLayerBudget, PromptEchoes  # imports transformers
-
-        echoes = PromptEchoes(vllm_config.model_config.hf_config, budget.config)
-        cross_layer = CrossLayerBudget(budget.layers) if budget.has_shared_page else None
-    set_up(vllm_config)
-    stores = WeakValueDictionary[tuple[int, int], PageStore]()
-    shared = budget, has_windows(vllm_config), echoes, cross_layer, stores, WorkerPrompts()
-    return Engine(vllm_config.instance_id, *shared, requests={})
+            model = vllm_config.model_config.hf_config
+            self.layer_scorer = prompt_scoring.layer_scorer(model, self.budget.config)
+            if self.budget.has_shared_page:
+                self.cross_layer = prompt_scoring.CrossLayerBudget(self.budget)
+        if current_platform.is_cpu():
+            discard_without_seeds()
+        else:
+            logger.warning_once(
+                "h2o: attention on GPUs in vLLM was tested in an emulation and has not run on a "
+                "GPU: compare answers first, as examples/serve_on_gpus.py does"
+            )
+        set_up(vllm_config)
 
 
 class H2OAttentionBackend(CPUAttentionBackend):
@@ -189,8 +183,8 @@ class H2OAttentionBackend(CPUAttentionBackend):
         if entry_of(vllm_config) is None:
             H2OAttentionBackend.engine = None
             return super().get_impl_cls()
-        if cls.engine is None or cls.engine.config != vllm_config.instance_id:
-            H2OAttentionBackend.engine = engine_of(vllm_config)
+        if cls.engine is None or cls.engine.instance_id != vllm_config.instance_id:
+            H2OAttentionBackend.engine = Engine(vllm_config)
         return H2OAttention
 
     @classmethod
@@ -260,7 +254,7 @@ class BatchBuilder(AttentionMetadataBuilder[Planned]):
         check_own(vllm_config)
         self.begun = PartialPrompts(engine.budget.buffers)
         self.requests, self.worker_prompts = engine.requests, engine.worker_prompts
-        self.worker_prompts.partial.append(self.begun.chunks)
+        self.worker_prompts.partial.append(self.begun.by_page)
         self.meter: Meter | None = None
         if engine.has_windows:
             logger.info_once("h2o: layers with a sliding window use vLLM's own attention")
@@ -375,9 +369,9 @@ class H2OAttention(AttentionImpl[Planned]):
             store = PageStore(kv_cache.flatten(1), page, alone=not engine.has_windows)
         else:
             store = self._store_of_all(kv_cache, keys)
-        scores = engine.echoes and engine.echoes.layer_scorer(index, self.scale, self.softcap)
-        known = store, budget, index, self.scale, self.softcap, engine.worker_prompts
-        return PagedLayer(*known, scores, engine.cross_layer)
+        how = index, self.scale, self.softcap
+        scores = engine.layer_scorer and engine.layer_scorer(*how)
+        return PagedLayer(store, budget, *how, engine.worker_prompts, scores, engine.cross_layer)
 
     def _store_of_all(self, kv_cache: Tensor, keys: Tensor) -> PageStore:
         """The store that all layers share. Their pages are adjacent in each block."""

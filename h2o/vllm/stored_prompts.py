@@ -17,26 +17,23 @@ from typing import Any, NamedTuple
 from h2o.vllm.paged_request import CONTEXT, PREFIX, reads_by_token
 
 
-class PromptHashes(NamedTuple):
-    """Hashes by which a request shares a prompt with others."""
+class Beginning(NamedTuple):
+    """Tokens with which a request begins, and which it shares with others: its whole prompt, or the
+    prefix that is cut separately."""
 
     tokens: int
-    """Number of tokens of the prompt"""
-    whole: bytes
-    """Hash of the whole prompt, including the length of the prefix that is cut first"""
-    prefix: int
-    """Number of tokens of the prefix, 0 if there is none"""
-    beginning: bytes | None
-    """Hash of the prefix"""
+    key: bytes
+    """Hash of the tokens and of everything else that determines what a page holds after them"""
 
 
 def identify(
     tokens: Sequence[int], prefix: int, arguments: Mapping[str, Any], salt: str | None
-) -> PromptHashes:
-    """Hash a request's tokens and those of its `vllm_xargs` that determine what its page holds.
+) -> list[Beginning]:
+    """The beginnings of a request, the longest first: its prompt, and its prefix if it has one.
 
     Args:
         prefix: number of tokens of the prefix that is cut separately, 0 if there is none.
+        arguments: the request's `vllm_xargs`.
         salt: the request's `cache_salt`. Only requests with the same salt share prompts.
     """
     settings = sorted(
@@ -45,46 +42,22 @@ def identify(
         if name.startswith("h2o_") and name not in (PREFIX, CONTEXT)
     )
 
-    def hash_beginning(n: int, *cut: int) -> bytes:
+    def beginning(n: int, *cut: int) -> Beginning:
         said = repr((settings, salt, cut)).encode()
-        return hashlib.sha256(array.array("q", tokens[:n]).tobytes() + said).digest()
+        return Beginning(n, hashlib.sha256(array.array("q", tokens[:n]).tobytes() + said).digest())
 
-    beginning = hash_beginning(prefix) if prefix else None
-    cut = (prefix, reads_by_token(arguments)) if prefix else ()
-    return PromptHashes(len(tokens), hash_beginning(len(tokens), *cut), prefix, beginning)
-
-
-class Begin(NamedTuple):
-    """Instruction to begin a request with a stored prompt."""
-
-    page: int
-    """Page of the stored prompt"""
-    other: int
-    """Page of the request"""
-    tokens: int
-    """Number of tokens that need no prefill"""
-    whole: bool
-    """Whether the stored prompt is the request's whole prompt"""
-
-
-class Store(NamedTuple):
-    """Instruction to copy a request's page to another page after the pass."""
-
-    page: int
-    other: int
+    if not prefix:
+        return [beginning(len(tokens))]
+    return [beginning(len(tokens), prefix, reads_by_token(arguments)), beginning(prefix)]
 
 
 @dataclasses.dataclass
 class Prefill:
-    """A request whose prompt is being prefilled."""
+    """A request whose prompt is being prefilled, and stored afterwards."""
 
-    hashes: PromptHashes
-    page: int
-    """The request's page. Prompts are only stored if all layers are in one group"""
+    beginnings: list[Beginning]
     tokens_prefilled: int
     """Number of tokens prefilled, including those of the pass that is planned"""
-    exact: bool = True
-    """Whether the prompt may be stored: not if the weights have changed during its prefill"""
 
 
 class StoredPrompts:
@@ -93,41 +66,42 @@ class StoredPrompts:
     def __init__(self) -> None:
         self.pages: dict[bytes, int] = {}
         self.prefilling: dict[str, Prefill] = {}
-        """Prompts that are being prefilled, by request"""
+        """Prompts that are being prefilled and will be stored, by request"""
         self._by_page: dict[int, bytes] = {}
 
-    def find(self, wanted: PromptHashes) -> tuple[int, int, bool] | None:
+    def find(self, wanted: list[Beginning]) -> tuple[int, int, bool] | None:
         """(page, tokens, whole) of the longest stored beginning of a request. The last token of a
         whole prompt is not counted, since it is computed again."""
-        if wanted.whole in self.pages and wanted.tokens > 1:
-            return self.pages[wanted.whole], wanted.tokens - 1, True
-        if wanted.beginning in self.pages:
-            return self.pages[wanted.beginning], wanted.prefix, False
+        for tokens, key in wanted:
+            if key in self.pages:
+                is_whole = tokens == wanted[0].tokens
+                return self.pages[key], tokens - is_whole, is_whole
         return None
 
-    def is_being_prefilled(self, request: str, wanted: PromptHashes) -> bool:
+    def is_being_prefilled(self, request: str, wanted: list[Beginning]) -> bool:
         """Whether another request is prefilling a prompt or prefix that this one could use."""
-        keys = {wanted.whole, wanted.beginning} - {None}
+        keys = {key for _, key in wanted}
         return any(
-            other != request and one.exact and not keys.isdisjoint(_pending_hashes(one))
+            tokens > one.tokens_prefilled and key in keys
             for other, one in self.prefilling.items()
+            if other != request
+            for tokens, key in one.beginnings
         )
 
-    def advance(self, scheduled: Mapping[str, int]) -> list[tuple[int, bytes]]:
-        """Advance by a pass with `scheduled` tokens of each request. Return (page, key) of each
+    def advance(self, scheduled: Mapping[str, int]) -> list[tuple[str, bytes]]:
+        """Advance by a pass with `scheduled` tokens of each request. Return (request, key) of each
         prompt and prefix that may be stored after the pass."""
         done = []
         for request, one in [*self.prefilling.items()]:
-            new = scheduled.get(request, 0)
+            new, prompt = scheduled.get(request, 0), one.beginnings[0].tokens
             before, one.tokens_prefilled = one.tokens_prefilled, one.tokens_prefilled + new
-            wanted = one.hashes
-            if before < wanted.prefix == one.tokens_prefilled and wanted.beginning is not None:
-                done.append((one, wanted.beginning))
-            if one.tokens_prefilled >= wanted.tokens:
+            for tokens, key in one.beginnings:
+                # One token at a prompt's end is a decode step, whose attention output is not noted.
+                if before < tokens <= one.tokens_prefilled and (new > 1 or tokens < prompt):
+                    done.append((request, key))
+            if one.tokens_prefilled >= prompt:
                 del self.prefilling[request]
-                if new > 1:  # one token is a decode step, whose attention output is not noted
-                    done.append((one, wanted.whole))
-        return [(one.page, key) for one, key in done if one.exact]
+        return done
 
     def put(self, key: bytes, page: int) -> None:
         self.pages[key] = page
@@ -142,15 +116,7 @@ class StoredPrompts:
     def clear(self) -> list[int]:
         """Forget all stored prompts, and do not store those that are being prefilled. Return the
         pages that held prompts."""
-        for one in self.prefilling.values():
-            one.exact = False
         pages = [*self._by_page]
-        for page in pages:
-            self.drop(page)
+        for known in (self.pages, self.prefilling, self._by_page):
+            known.clear()
         return pages
-
-
-def _pending_hashes(one: Prefill) -> set[bytes]:
-    """Hashes of the prompt and prefix that a request in prefill will store."""
-    beginning = one.hashes.beginning if one.tokens_prefilled < one.hashes.prefix else None
-    return {one.hashes.whole} | ({beginning} if beginning is not None else set())

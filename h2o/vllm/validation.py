@@ -71,16 +71,11 @@ def has_windows(vllm_config: VllmConfig) -> bool:
     return {"full_attention", "sliding_attention"} <= {*kinds}
 
 
-def _has_other_scheduler(vllm_config: VllmConfig) -> bool:
-    scheduler = vllm_config.scheduler_config.scheduler_cls
-    return scheduler is not None and getattr(scheduler, "__module__", "") != "h2o.vllm.scheduler"
-
-
 def check_supported(vllm_config: VllmConfig) -> None:
     """Raise ValueError with the reason if the model or a setting is not supported."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     cache, attention = vllm_config.cache_config, vllm_config.attention_config
-    transfer = vllm_config.kv_transfer_config
+    transfer, scheduler = vllm_config.kv_transfer_config, vllm_config.scheduler_config.scheduler_cls
     on_cpu, on_gpu = current_platform.is_cpu(), current_platform.is_cuda()
     reasons = {
         "platforms other than the CPU and NVIDIA GPUs": (
@@ -118,7 +113,7 @@ def check_supported(vllm_config: VllmConfig) -> None:
             "pages cannot be moved",
         ),
         "a custom scheduler": (
-            _has_other_scheduler(vllm_config),
+            scheduler is not None and getattr(scheduler, "__module__", "") != "h2o.vllm.scheduler",
             "h2o needs its own to prefill prefixes separately; leave out --scheduler-cls",
         ),
         "pooling models": (
@@ -190,7 +185,7 @@ def read_request(
     Args:
         keys: tensor [1, G, any, D] like the keys of a layer.
     """
-    config, pinned = None, []
+    config = None
     prefix = prefix_tokens(arguments, prompt)
     try:
         config = with_budget(server.config, arguments)
@@ -199,9 +194,9 @@ def read_request(
     if config is not None and (reason := server.why_no_heavy(keys, prefix or prompt, config)):
         logger.warning("h2o: a request keeps no heavy hitters: %s", reason)
     try:
-        asked = with_pins(server.config, arguments, prefix or prompt)
-        server.check_room(keys, asked)
-        pinned = asked
+        pinned = with_pins(server.config, arguments, prefix or prompt)
+        server.check_room(keys, pinned)
     except (TypeError, ValueError) as error:
+        pinned = []
         logger.warning("h2o: a request is answered without the pins that it asks for: %s", error)
     return PagedRequest(prompt, config, pinned, prefix)

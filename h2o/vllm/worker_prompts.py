@@ -10,7 +10,6 @@ it has stored for the token.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from torch import Tensor
 
@@ -24,8 +23,8 @@ class WorkerPrompts:
     """Stored prompts by page, and the requests of the next pass that begin with one."""
 
     def __init__(self) -> None:
-        self.partial: list[dict[int, Any]] = []
-        """Chunks of the prompts that are kept whole, by page; one dict for each group of layers"""
+        self.partial: list[dict[int, int]] = []
+        """Buffers of the prompts that are kept whole, by page; one dict for each group of layers"""
         self.replayed: dict[int, Outputs] = {}
         """Outputs for requests of this pass that repeat a whole prompt, by page"""
         self.stored: dict[int, Outputs] = {}
@@ -51,8 +50,8 @@ class WorkerPrompts:
     def leave(self, pages: Iterable[int]) -> None:
         """Forget the unfinished prompts of pages whose requests have ended or are starting."""
         for page in pages:
-            for chunks in self.partial:
-                chunks.pop(page, None)
+            for buffers in self.partial:
+                buffers.pop(page, None)
 
     def attention(self, page: int, layer: int) -> Tensor:
         """The stored attention output for a request that repeats a whole prompt."""

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
 from h2o import cli
 from h2o.compat import with_cache
 from h2o.errors import UserError
-from h2o.evaluation import facts, needles, protocols
+from h2o.evaluation import facts, needles
+from h2o.evaluation.generation import new_cache
+from h2o.evaluation.lm import H2OLM
+from h2o.evaluation.needles import Needles
 from h2o.evaluation.setting import parse
-from h2o.evaluation.text_tasks import Needles
-from h2o.hf.cache.new_cache import new_cache
 from tests.evaluation.conftest import build, exit_code, measured, table_of
 
 pytestmark = [
@@ -32,14 +31,15 @@ def run(folder, tmp_path, *arguments):
     return cli.main(["eval", "--needle", str(file), *where, *map(str, arguments)])
 
 
-def find_facts(model, *which):
-    model.set_attn_implementation("h2o")
-    return needles.find_facts(functools.partial(protocols.run_forward, model), model, *which)
+def find_facts(tokenizer, setting, *which):
+    lm = H2OLM(build(), tokenizer=tokenizer)
+    lm.use(setting, "read")
+    return needles.find_facts(lm, *which)
 
 
 def test_facts_stand_where_they_should(tokenizer):
-    rows = needles.make_rows(TEXT, tokenizer, LENGTHS, 3)
-    assert rows == needles.make_rows(TEXT, tokenizer, LENGTHS, 3)
+    rows = Needles.make_rows(TEXT, tokenizer, LENGTHS, 3)
+    assert rows == Needles.make_rows(TEXT, tokenizer, LENGTHS, 3)
     assert len(rows) == len(LENGTHS) * len(needles.DEPTHS) * 3
     assert len({row["text"] for row in rows}) == len(rows)
     for row in rows:
@@ -60,7 +60,7 @@ def test_facts_stand_where_they_should(tokenizer):
 def test_decoys_are_facts_of_the_same_kinds_about_others(tokenizer):
     """Each fact is asked for separately, and its question names the fact that is meant."""
     kinds = ["number", "place", "gate"]
-    (row, *_) = needles.make_rows(TEXT, tokenizer, (110,), 1, kinds, decoys=3)
+    (row, *_) = Needles.make_rows(TEXT, tokenizer, (110,), 1, kinds, decoys=3)
     assert row["kinds"] == ["number"] * 4 + ["place"] * 4
     asked = row["asked"]["facts"]
     assert len({question for question, _ in asked}) == 8
@@ -71,18 +71,17 @@ def test_decoys_are_facts_of_the_same_kinds_about_others(tokenizer):
 
 
 def test_each_question_is_answered_as_if_it_were_the_only_one(tokenizer):
-    ours = build("llama")
-    (row, *_) = needles.make_rows(TEXT, tokenizer, (60,), 1, ["gate", "place"], decoys=1)
+    (row, *_) = Needles.make_rows(TEXT, tokenizer, (60,), 1, ["gate", "place"], decoys=1)
     document, asked = needles.encode(tokenizer, row["text"], row["asked"]["facts"])
     setting = parse("h2o:0.2+0.2")
-    together = find_facts(ours, setting, document, asked)
-    assert together == [find_facts(ours, setting, document, [one])[0] for one in asked]
+    together = find_facts(tokenizer, setting, document, asked)
+    assert together == [find_facts(tokenizer, setting, document, [one])[0] for one in asked]
 
 
 @pytest.mark.parametrize("kind", facts.KINDS)
 def test_facts_of_every_kind(tokenizer, kind):
     """The text contains the answer exactly once, and the question does not contain it."""
-    rows = needles.make_rows(TEXT, tokenizer, (60,), 4, [kind])
+    rows = Needles.make_rows(TEXT, tokenizer, (60,), 4, [kind])
     assert all(row["kinds"] == [kind] for row in rows)
     asked = [row["asked"]["facts"][0] for row in rows]
     assert len({answer for _, answer in asked}) > len(rows) / 2
@@ -95,16 +94,16 @@ def test_facts_of_every_kind(tokenizer, kind):
 
 def test_a_text_that_is_too_short_or_has_no_sentences(tokenizer):
     with pytest.raises(UserError, match="lower --lengths"):
-        needles.make_rows("A boat.", tokenizer, (60,), 1)
+        Needles.make_rows("A boat.", tokenizer, (60,), 1)
     with pytest.raises(UserError, match="nowhere to hide"):
-        needles.make_rows("boat " * 40, tokenizer, (60,), 1)
+        Needles.make_rows("boat " * 40, tokenizer, (60,), 1)
 
 
 @pytest.mark.parametrize("setting", ["full", "h2o:9+6"])
 def test_found_is_what_greedy_decoding_writes(tokenizer, setting):
     """Answers that the model itself generates token by token count as found, others do not."""
     model, setting = build(), parse(setting)
-    (row, *_) = needles.make_rows(TEXT, tokenizer, (60,), 1, ["gate", "place"], decoys=1)
+    (row, *_) = Needles.make_rows(TEXT, tokenizer, (60,), 1, ["gate", "place"], decoys=1)
     document, asked = needles.encode(tokenizer, row["text"], row["asked"]["facts"])
     config = None if setting.variant == "full" else setting.config
     answers = []
@@ -119,9 +118,9 @@ def test_found_is_what_greedy_decoding_writes(tokenizer, setting):
                 written.append(ids)
         answers.append(torch.cat(written, 1))
     own = [(question, answer) for (question, _), answer in zip(asked, answers, strict=True)]
-    assert find_facts(model, setting, document, own) == [True] * 4
+    assert find_facts(tokenizer, setting, document, own) == [True] * 4
     wrong = [(question, torch.cat([x[:, :-1], (x[:, -1:] + 1) % 250], 1)) for question, x in own]
-    assert find_facts(model, setting, document, [wrong[0], *own[1:]]) == [False] + [True] * 3
+    assert find_facts(tokenizer, setting, document, [wrong[0], *own[1:]]) == [False] + [True] * 3
 
 
 def test_compare(folder, tmp_path, capsys, monkeypatch):
@@ -163,10 +162,8 @@ def test_what_the_full_cache_finds_is_a_column_of_its_own():
 
 
 def test_shares_and_errors():
-    share, error = needles.mean_and_error([True, True, False, True])
-    assert share == 0.75
-    assert error == pytest.approx(0.25)
-    assert needles.mean_and_error([True]) == (1.0, 0.0)
+    assert needles.format_share([True, True, False, True]) == "0.75 ±0.25"
+    assert needles.format_share([True]) == "1.00"
 
 
 @pytest.mark.parametrize(

@@ -207,14 +207,14 @@ def test_an_interrupted_run_goes_on(folder, tmp_path, tasks):
 INTERRUPTED = """
 import sys
 from h2o import cli
-from h2o.evaluation.lm import H2OLM
-forward, count = H2OLM._forward, 0
+from h2o.evaluation import protocols
+forward, count = protocols.run_forward, 0
 def stopping(*args, **kwargs):
     global count
     count += 1
     if count > 4:
         raise KeyboardInterrupt
     return forward(*args, **kwargs)
-H2OLM._forward = stopping
+protocols.run_forward = stopping
 sys.exit(cli.main())
 """

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from h2o import cli, models
 from h2o.cli import eval_command
-from h2o.evaluation import side_by_side
+from h2o.evaluation import protocols, side_by_side
 from h2o.evaluation.lm import H2OLM
 from h2o.evaluation.side_by_side import format_metrics
 from tests.evaluation import conftest
@@ -47,15 +47,15 @@ def forwards(monkeypatch):
     class Counter:
         count, stop_at = 0, None
 
-    original = H2OLM._forward
+    original = protocols.run_forward
 
-    def forward(self, *args, **kwargs):
+    def run_forward(*args, **kwargs):
         if Counter.count == Counter.stop_at:
             raise KeyboardInterrupt
         Counter.count += 1
-        return original(self, *args, **kwargs)
+        return original(*args, **kwargs)
 
-    monkeypatch.setattr(H2OLM, "_forward", forward)
+    monkeypatch.setattr(protocols, "run_forward", run_forward)
     return Counter
 
 
@@ -162,6 +162,19 @@ def test_compare(folder, tmp_path, capsys, forwards):
     for one in json.loads(capsys.readouterr().out)["settings"]:
         assert one["results"] == contents[one["setting"]]["results"]
         assert one["requests"] == 8
+
+
+def test_the_models_options_reach_it(folder, tmp_path, monkeypatch):
+    given, original = {}, H2OLM.__init__
+
+    def init(self, *args, **kwargs):
+        given.update(kwargs)
+        original(self, *args, **kwargs)
+
+    monkeypatch.setattr(H2OLM, "__init__", init)
+    arguments = ["--compare", "full", "-o", tmp_path / "out", "--limit", 1, "--max_batch_size", 3]
+    assert run(folder, *arguments) == 0
+    assert (given["device"], given["batch_size"], given["max_batch_size"]) == ("cpu", "4", 3)
 
 
 def test_a_task_of_texts_beside_another(folder, tmp_path, capsys):

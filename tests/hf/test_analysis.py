@@ -318,8 +318,6 @@ def test_power_law():
     np.testing.assert_allclose([law.r2[0], law.exponential_r2[1]], 1)
     assert law.exponential_r2[0] < 0.9 > law.r2[1]
     assert measures.power_law(np.array([3.0, 0.0, 0.0, 1.0])).slope < 0
-    with pytest.raises(ValueError, match="at least 3"):
-        measures.power_law(np.ones(2))
 
 
 def test_carriers():
@@ -351,5 +349,4 @@ def test_rank_correlation():
 def test_top_and_jaccard():
     chosen = measures.top(np.array([[1.0, 3, 3, 2], [0, 0, 0, 0]]), 2)
     assert chosen.tolist() == [[False, True, True, False], [True, True, False, False]]
-    assert measures.jaccard(chosen, chosen).tolist() == [[1, 1 / 3], [1 / 3, 1]]
-    assert measures.jaccard(np.zeros((1, 3)), np.zeros((1, 3))).tolist() == [[1.0]]
+    assert measures.jaccard(chosen).tolist() == [[1, 1 / 3], [1 / 3, 1]]

@@ -123,9 +123,9 @@ def test_runs_that_are_compared_do_not_depend_on_their_order():
     """An earlier run has generated, so it has seen a longer text."""
     ours, (ids, longer) = llama("dynamic"), prompts(60, 90)
     caches = [H2OCache(ours.config, **SMALL) for _ in range(2)]
-    want = time_tokens(ours, None, ids, caches[0], max_new_tokens=10).tokens
+    want = time_tokens(ours, ids, caches[0], max_new_tokens=10).tokens
     ours(longer, use_cache=False)
-    assert time_tokens(ours, None, ids, caches[1], max_new_tokens=10).tokens == want
+    assert time_tokens(ours, ids, caches[1], max_new_tokens=10).tokens == want
 
 
 def test_a_calibration_after_a_longer_text():

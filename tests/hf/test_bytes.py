@@ -3,6 +3,7 @@ they take."""
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import DynamicCache, LlamaConfig
 import h2o
 from h2o import H2OCache, H2OConfig, Profile
 from h2o.compat import CROPS_TO_LENGTH, with_cache
+from h2o.config.layer_plan import LayerPlan
 from h2o.kv_dtype import bytes_per_token
 from h2o.model_identity import key_size
 from tests.hf.tiny import LATENT, batch, exact, greedy, model, prompts
@@ -139,6 +141,24 @@ def test_bytes_need_fractions():
             preset(0.1, budget_unit="byte")
     with pytest.raises(ValueError, match="for_model"):
         H2OConfig(heavy=0.1, recent=0.1, min_tokens=0, budget_unit="bytes").tokens(100)
+
+
+def test_a_share_of_keys_forgets_the_bytes_of_the_model():
+    """`dataclasses.replace` must not leave the bytes of a token to a config that counts keys."""
+    sized = H2OConfig(heavy=0.1, recent=0.1, min_tokens=0, budget_unit="bytes").for_model(
+        LlamaConfig(head_dim=32)
+    )
+    assert dataclasses.replace(sized, budget_unit="keys").tokens(100) == (10, 10)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_bytes_are_those_of_the_keys_that_arrive(kv_dtype):
+    """A model may have been converted to another dtype, and layers may differ in head dimension."""
+    config = H2OConfig(heavy=0.1, recent=0.1, budget_unit="bytes", kv_dtype=kv_dtype)
+    plan = LayerPlan.of(config.for_model(LlamaConfig(head_dim=32)), 0, 1)
+    for D, element in ((32, 2), (32, 4), (96, 2)):
+        wanted = bytes_per_token(D, element, 2, kv_dtype, value_weighted=False)
+        assert plan.for_keys(D, element).token_bytes == wanted
 
 
 def test_no_bytes_beside_the_sinks():

@@ -12,7 +12,7 @@ from h2o.compat import with_cache
 from h2o.hf.layers.cache_relative_variant import CacheRelativeVariant
 from h2o.hf.model_traits.layer_kinds import HYBRIDS, kind_of
 from h2o.hf.model_traits.shared_keys import SHARES_KEYS
-from h2o.hf.rotary.model_rotary import CACHE_RELATIVE_TYPES, ModelRotary
+from h2o.hf.rotary.model_rotary import CACHE_RELATIVE_TYPES, rotary_of
 from tests import inputs
 from tests.hf.drive import feed, new_cache
 from tests.hf.modes import MODES
@@ -299,7 +299,7 @@ def test_dynamic_angles_beyond_the_model_need_positions_of_zero():
 
 
 def test_a_rotary_table_grows_by_halves():
-    rotary = ModelRotary(model("llama").config)
+    rotary = rotary_of(model("llama").config)
     assert len(rotary.table(3)) == 64
     assert len(rotary.table(65)) == 96
-    assert torch.equal(rotary.table(65)[:3], ModelRotary(model("llama").config).table(3)[:3])
+    assert torch.equal(rotary.table(65)[:3], rotary_of(model("llama").config).table(3)[:3])

@@ -13,9 +13,9 @@ import transformers
 
 import h2o
 from h2o.calibration import calibrate as module
-from h2o.calibration.allocate import allocate, hull
+from h2o.calibration.allocate import allocate, hull_edges
 from h2o.calibration.calibrate import _expand_to_layers
-from h2o.calibration.head_costs import measure_costs, watch_gradients
+from h2o.calibration.head_costs import heavy_and_recent, measure_costs, watch_gradients
 from h2o.calibration.refine import measure_worth, move_budgets, surround
 from h2o.errors import UserError
 from h2o.model_identity import describe, sample
@@ -23,6 +23,11 @@ from tests.hf import tiny
 from tests.hf.test_simulation import text
 
 WINDOW = 48
+
+
+def config_of_head(budget):
+    heavy, recent = heavy_and_recent(budget)
+    return h2o.H2OConfig(heavy=heavy, recent=recent, sinks=4, score_by="mean", value_weighted=True)
 
 
 def ids_of(tokens=200, seed=0):
@@ -43,12 +48,12 @@ def test_costs_are_those_of_dense_attention():
     model, ids = tiny.model("llama"), ids_of(60)[0]
     layers = watch_gradients(model, ids, torch.Generator().manual_seed(0), draws=2)
     assert sorted(layers) == [0, 1]
-    for layer, seen in layers.items():
-        table = measure_costs(seen, [8, 16, 60], module.config_of_head)
+    for layer, (seen, gradients) in layers.items():
+        table = measure_costs(seen, gradients, [8, 16, 60])
         assert table.shape == (2, 3)
         assert (table[:, 2] == 0).all(), "nothing evicted"
         assert (table[:, 0] > table[:, 1]).all()
-        config = module.config_of_head(8)
+        config = config_of_head(8)
         with h2o.simulated(model, config, trace=True) as simulation:
             model(ids[None], use_cache=False)
         if layer:
@@ -63,7 +68,7 @@ def test_costs_are_those_of_dense_attention():
             logits.masked_fill(~mask, -torch.inf).softmax(-1) @ values for mask in (causal, still)
         )
         change = (cut - full).transpose(0, 1)
-        by_head = [(change * g).sum(-1).reshape(60, 2, 2).sum(-1) for g in seen.gradients]
+        by_head = [(change * g).sum(-1).reshape(60, 2, 2).sum(-1) for g in gradients]
         want = torch.stack(by_head).square().sum(1).mean(0) / (2 * 60)
         torch.testing.assert_close(table[:, 0].float(), want, rtol=1e-3, atol=1e-7)
 
@@ -86,8 +91,9 @@ def test_gradients_predict_what_a_change_does():
     point = torch.rand(20, 1, generator=torch.Generator().manual_seed(3)).double()
     drawn = torch.searchsorted(total, point * total[:, -1:])
     want = (said(0.5) - said(-0.5)).gather(1, drawn).sum()
-    seen = watch_gradients(tiny.model("llama"), ids, torch.Generator().manual_seed(3), draws=1)[1]
-    derivative = (seen.gradients[0].reshape(20, 32).double() * change).sum()
+    layers = watch_gradients(tiny.model("llama"), ids, torch.Generator().manual_seed(3), draws=1)
+    _, (gradient,) = layers[1]
+    derivative = (gradient.reshape(20, 32).double() * change).sum()
     torch.testing.assert_close(derivative, want, rtol=0.01, atol=1e-5)
 
 
@@ -98,7 +104,7 @@ def test_frozen_parameters_and_the_model_stay_as_they_were():
         tiny.model("llama"), ids_of(30)[0], torch.Generator().manual_seed(0), draws=1
     )
     for layer in a:
-        torch.testing.assert_close(a[layer].gradients, b[layer].gradients)
+        torch.testing.assert_close(a[layer][1], b[layer][1])
     assert model.config._attn_implementation == "sdpa"
     assert all(p.grad is None and not p.requires_grad for p in model.parameters())
 
@@ -121,7 +127,7 @@ def test_worth_is_the_slope_of_the_divergence(name):
 
     def run(budget, move=0.0):
         """(log-probabilities, input of the layer's output projection)"""
-        configs = [module.config_of_head(x) for x in (budget, 16)]
+        configs = [config_of_head(x) for x in (budget, 16)]
         heavy, recent = (
             [[getattr(x, field) for x in (configs if i == layer else configs[1:] * 2)]
              for i in range(len(kinds))]
@@ -147,7 +153,7 @@ def test_worth_is_the_slope_of_the_divergence(name):
     def divergence(said):
         return (full.exp() * (full - said)).sum().item() / 60
 
-    measured, total = measure_worth(model, ids, budgets, module.config_of_head)
+    measured, total = measure_worth(model, ids, budgets)
     assert total == pytest.approx(divergence(run(16)[0]), rel=1e-3)
     change = run(13)[1] - run(20)[1]
     step = 0.02
@@ -175,8 +181,9 @@ def test_steps_move_budgets_to_where_they_do_most():
 
 
 def test_hull_leaves_out_what_lies_above():
-    assert hull([1, 2, 3, 4], [4, 3.9, 1, 0]) == [(1, 4), (3, 1), (4, 0)]
-    assert hull([1, 2, 3], [1, 5, 1]) == [(1, 1)]
+    grid = np.arange(1, 5)
+    assert list(hull_edges(grid, np.array([4, 3.9, 1, 0]))) == [(-1.5, 2), (-1, 1)]
+    assert list(hull_edges(grid, np.array([1, 5, 1, 2]))) == []
 
 
 def test_allocation_is_the_best_of_all():
@@ -297,11 +304,11 @@ def test_an_interrupted_run_goes_on(tmp_path):
         (ValueError, "fractions must be .* not 0.2", {"fractions": 0.2}),
         (ValueError, "fractions must be .* not '0.2'", {"fractions": "0.2"}),
         (ValueError, "draws", {"draws": 0}),
-        (ValueError, "draws .* not True", {"draws": True}),
+        (ValueError, "draws is True; expected an integer of at least 1", {"draws": True}),
         (ValueError, "seed is 9223372036854775808; expected", {"seed": 2**63}),
         (ValueError, "windows", {"windows": 0}),
         (ValueError, "windows", {"windows": 1.5}),
-        (ValueError, "windows .* not True", {"windows": True}),
+        (ValueError, "windows is True; expected an integer of at least 1", {"windows": True}),
         (ValueError, "refine", {"refine": float("nan")}),
         (ValueError, "refine .* not True", {"refine": True}),
         (ValueError, "more than 16", {"window": 16}),

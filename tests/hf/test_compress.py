@@ -9,7 +9,7 @@ from transformers import DynamicCache
 import h2o
 from h2o import H2OCache, H2OConfig, UnsupportedError
 from h2o.compat import with_cache
-from h2o.hf.document import kvzip
+from h2o.hf.document import compress
 from h2o.hf.document.cut_cache import LATER_RECENT, RECENT
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.model_traits.layer_kinds import HYBRIDS
@@ -29,12 +29,13 @@ def weights_of(name, text):
     return each.unflatten(1, (G, -1))
 
 
-def expected(name, document, budget, by_attention, chunk=kvzip.CHUNK):
+def expected(name, document, budget, by_attention, chunk=compress.CHUNK):
     """Positions that each head of each layer keeps, as lists, and their scores [layers, G, n]."""
     n = document.shape[1]
     first = weights_of(name, document).sum((2, 3))
     pieces = [
-        document[:, max(0, begin - kvzip.OVERLAP) : begin + chunk] for begin in range(0, n, chunk)
+        document[:, max(0, begin - compress.OVERLAP) : begin + chunk]
+        for begin in range(0, n, chunk)
     ]
     largest = [
         weights_of(name, torch.cat([document, REQUEST[None], piece], 1))[..., n:, :n].amax((2, 3))
@@ -118,7 +119,7 @@ def test_a_profile_shares_what_goes_by_attention(by_attention):
 
 
 def test_long_documents_are_read_and_repeated_in_pieces(monkeypatch):
-    monkeypatch.setattr(kvzip, "CHUNK", 32)
+    monkeypatch.setattr(compress, "CHUNK", 32)
     (document,) = prompts(70)
     progress = []
     cache = h2o.compress_document(

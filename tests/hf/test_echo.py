@@ -23,7 +23,7 @@ from h2o.compat import with_cache
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.prompt import echo
 from h2o.hf.prompt.echo_scorer import PromptEcho
-from h2o.hf.rotary.model_rotary import ModelRotary
+from h2o.hf.rotary.model_rotary import rotary_of
 from tests.hf.test_cache_relative import SCALED, scaled
 from tests.hf.tiny import (
     DEVICE,
@@ -290,7 +290,7 @@ def test_echo_of_the_longest_text_with_the_angles_of_short_ones(monkeypatch):
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 @pytest.mark.parametrize("length", [100, 140, 600])
 def test_angles_of_a_text_of_a_length(kind, length):
-    rotary = ModelRotary(scaled(kind).build_config())
+    rotary = rotary_of(scaled(kind).build_config())
     cos, sin = copy.deepcopy(rotary.module)(torch.zeros(1), torch.tensor([[7, length - 1]]))
     angles = rotary.shift(7, length)
     size = rotary.module.attention_scaling

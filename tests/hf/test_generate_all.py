@@ -27,7 +27,7 @@ from transformers import (
 import h2o
 from h2o import H2OCache, H2OConfig, models
 from h2o.compat import with_cache
-from h2o.hf.batching import joint_prefill
+from h2o.hf.batching import batch_scheduler
 from h2o.hf.model_traits.layer_kinds import HYBRIDS
 from tests.hf.tiny import model, prompts, shared, slow_if
 
@@ -130,7 +130,7 @@ def test_short_prompts_are_read_together(family, lengths, read):
 def test_more_prompts_share_a_pass_on_a_gpu(monkeypatch):
     """On a GPU, where the host's time for a pass is worth many tokens, more prompts must share a
     pass than on a CPU."""
-    monkeypatch.setattr(joint_prefill, "input_device", lambda model: torch.device("cuda"))
+    monkeypatch.setattr(batch_scheduler, "input_device", lambda model: torch.device("cuda"))
     ours, some = shared("llama"), texts(200, 198, 30, 190)
     with passes(ours) as shapes:
         results = list(h2o.generate_all(ours, some, CONFIGS["h2o"], rows=8, max_new_tokens=3))
@@ -293,7 +293,7 @@ def test_rows_wait_for_so_many_tokens(monkeypatch):
         return tokens
 
     assert order() == [0, 1, 2] * 4
-    monkeypatch.setattr("h2o.hf.batching.joint_prefill.TOKENS_A_STEP", 70)
+    monkeypatch.setattr("h2o.hf.batching.batch_scheduler.TOKENS_A_STEP", 70)
     assert order() == [0, 0, 1, 0, 1, 2, 0, 1, 2, 1, 2, 2]
 
 
@@ -334,8 +334,8 @@ def test_bytes_say_how_many_rows():
 
     def look(index, token):
         engine = results.gi_frame.f_locals["results"].gi_frame.f_locals["self"]
-        if engine.running:
-            seen.append(stored(engine.batch.cache) / len(engine.running))
+        if rows := len(engine.batch.tokens):
+            seen.append(stored(engine.batch.cache) / rows)
             assert stored(engine.batch.cache) <= 20_000
 
     results = h2o.generate_all(

@@ -17,7 +17,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache
 import h2o
 from h2o import H2OCache, H2OConfig, UnsupportedError, supports
 from h2o.compat import with_cache
-from h2o.hf.model_traits import effective_weight
+from h2o.evaluation.published_masks import MASKS
+from h2o.hf.model_traits import latent_attention
 from h2o.hf.model_traits.latent_attention import Expansion
 from tests.hf.test_families import generation
 from tests.hf.tiny import LATENT, batch, exact, greedy, model, prompts
@@ -175,9 +176,9 @@ def test_a_quantized_projection_is_asked_for_its_matrix_once(monkeypatch):
 
     ours, calls = model("deepseek_v2"), []
     quantize_(ours, Int8WeightOnlyConfig(), lambda _, name: name.endswith("kv_b_proj"))
-    ask = effective_weight._compute_matrix
+    ask = latent_attention._compute_weight
     monkeypatch.setattr(
-        effective_weight, "_compute_matrix", lambda *x: (calls.append(1), ask(*x))[1]
+        latent_attention, "_compute_weight", lambda *x: (calls.append(1), ask(*x))[1]
     )
     full, cache, (ids,) = (
         DynamicCache(config=ours.config),
@@ -263,3 +264,11 @@ def test_a_part_of_the_bytes(kv_dtype):
     total = cache.report().total
     share = (total.bytes_held + total.bytes_bookkeeping) / total.bytes_full
     assert 0.27 < share <= 0.3
+
+
+@torch.no_grad()
+def test_masks_see_the_rows_of_latents():
+    ours, ids = model("deepseek_v2"), prompts(30)[0]
+    expected = ours(ids, use_cache=False).logits
+    with h2o.simulated(ours, heavy=30, recent=30, masks=MASKS["local"]):
+        torch.testing.assert_close(ours(ids, use_cache=False).logits, expected, rtol=0, atol=1e-4)

@@ -256,16 +256,12 @@ def test_calibration_sees_the_models_own_attention():
     generator = torch.Generator().manual_seed(0)
     watched = head_costs.watch_gradients(ours, ids[0], generator, draws=1)
     assert sorted(watched) == [1, 3]
-
-    def chosen(budget: int) -> H2OConfig:
-        return H2OConfig(heavy=budget - budget // 2, recent=budget // 2)
-
-    for layer in watched.values():
-        costs = head_costs.measure_costs(layer, [4, 30], chosen)
+    for seen, gradients in watched.values():
+        costs = head_costs.measure_costs(seen, gradients, [4, 30])
         assert (costs[:, 0] > 0).all()
         assert costs[:, 1].abs().max() == 0.0
     budgets = torch.full((3, 2, 2), 30).numpy()
-    _, divergence = refine.measure_worth(ours, ids[0], budgets, chosen)
+    _, divergence = refine.measure_worth(ours, ids[0], budgets)
     assert abs(divergence) < 1e-5  # divergence of the model from itself
 
 

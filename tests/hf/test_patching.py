@@ -13,7 +13,7 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 import h2o
 from h2o import H2OCache, H2OConfig, UnsupportedError, disable, enable, patched
 from h2o.compat import CACHE, with_cache
-from h2o.hf.cache.new_cache import new_cache
+from h2o.evaluation.generation import new_cache
 from tests.cases import checkered
 from tests.hf.modes import MODES, policy
 from tests.hf.tiny import FAMILIES, batch, greedy, model, prompts

@@ -198,7 +198,7 @@ def test_nothing_is_kept_where_nobody_records(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError
 
-    monkeypatch.setattr(layers.LastPass, "of", refuse)
+    monkeypatch.setattr(layers, "record_pass", refuse)
     cache = new_cache(**SMALL)
     feed(cache, TEXT, [20, 1, 6])
     assert cache.layers[0].last is None

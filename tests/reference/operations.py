@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from h2o.backends.torch_backend.rotary_embedding import rotate_by
+from h2o.backends.torch_backend.step import rotate_by
 from h2o.policy import PAPER, Policy, PolicyFields, resolve_policy
 from h2o.quantization import dequantize, stored_like
 from h2o.sink_logits import softmax

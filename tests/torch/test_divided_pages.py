@@ -13,6 +13,7 @@ from h2o import H2OConfig, ops
 from h2o.config.layer_plan import LayerPlan
 from h2o.vllm.page_budget import PageBudget
 from h2o.vllm.page_store import PageStore, page_bytes
+from h2o.vllm.paged_request import PagedRequest
 from h2o.vllm.paged_rows import Batch, PagedLayer, PartialPrompts
 from h2o.vllm.prompt_scoring import CrossLayerBudget
 from h2o.vllm.worker_prompts import WorkerPrompts
@@ -58,7 +59,7 @@ class Model:
         self.budget = PageBudget(config, LAYERS, LONGEST)
         page = self.budget.empty_pages(torch.empty(1, G, 1, D))
         memory = apart(0, PAGES, page_bytes(page), dtype=torch.int8).fill_(7)
-        self.store, cross_layer = PageStore(memory, page, LAYERS), CrossLayerBudget(LAYERS)
+        self.store, cross_layer = PageStore(memory, page, LAYERS), CrossLayerBudget(self.budget)
         known = self.store, self.budget
         more = SCALE, 0.0, WorkerPrompts()
         self.layers = [
@@ -99,7 +100,7 @@ def alone(config: H2OConfig, each: Talk) -> tuple[torch.Tensor, list[list[list[i
         prompt = [x[:, :, : each.prompt] for x in (query, keys, values)]
         out, scores = ops.attend(*prompt, scale=SCALE, policy=config.policy)
         scores, claim = echo(i, *prompt, scores)
-        ((heavy, recent),) = budget.by_head(i, keys, each.prompt)
+        ((heavy, recent),) = budget.by_head(i, keys, PagedRequest(each.prompt))
         for start, stop in each.pinned:
             scores[..., start:stop] = torch.inf
         claims.append(claim[0, :, sinks : each.prompt - recent])

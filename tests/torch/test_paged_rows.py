@@ -119,7 +119,7 @@ def alone(config: H2OConfig, each: Talk, prompt_scores=None) -> tuple[torch.Tens
     query, keys, values = map(torch.from_numpy, each.text)
     budget = PageBudget(config, LAYERS, LONGEST)
     slots = budget.empty_page(LAYER, keys)
-    wanted = budget.by_head(LAYER, keys, each.prompt, pinned=each.pinned)
+    wanted = budget.by_head(LAYER, keys, PagedRequest(each.prompt, None, each.pinned))
     slots.budget.copy_(torch.tensor(wanted, dtype=torch.int32).view_as(slots.budget))
     q, k, v = (x[:, :, : each.prompt] for x in (query, keys, values))
     out, scores = ops.attend(q, k, v, scale=SCALE, policy=config.policy)
@@ -167,7 +167,7 @@ def traffic(
             each.kept = held(layer, each.page)
             running.remove(each)
             free.append(each.page)
-    assert not begun.chunks
+    assert not begun.by_page
     return cut
 
 
@@ -264,7 +264,7 @@ def test_room_for_pinned_keys():
     keys, config = torch.empty(1, G, 1, D), CONFIGS["tokens"]
     budget = PageBudget(config, LAYERS, LONGEST)
     for pins, wanted in ((5, (9, 7)), (12, (12, 4)), (15, (15, 1))):
-        assert budget.by_head(LAYER, keys, 40, pinned=[(2, 2 + pins)]) == [wanted]
+        assert budget.by_head(LAYER, keys, PagedRequest(40, None, [(2, 2 + pins)])) == [wanted]
         budget.check_room(keys, [(2, 2 + pins)])
     with pytest.raises(ValueError, match=r"16 pinned keys do not fit in a page, .* 16 keys"):
         budget.check_room(keys, [(2, 18)])
@@ -309,13 +309,13 @@ def test_a_request_that_left_in_its_prompt_leaves_nothing():
     """A request that left during its prompt must leave nothing in a page that another request
     takes. Its memory is freed after some more requests."""
     layer, begun, worker_prompts = paged(CONFIGS["tokens"]), PartialPrompts(2), WorkerPrompts()
-    worker_prompts.partial.append(begun.chunks)
+    worker_prompts.partial.append(begun.by_page)
     left = [talk(seed, 40, 40) for seed in range(5)]
     for page, each in enumerate(left, start=1):
         each.page = page
         worker_prompts.leave([page - 2])
         feed(layer, begun, [(each, 20)])
-    assert [*begun.chunks] == [4, 5]
+    assert [*begun.by_page] == [4, 5]
     assert layer.whole.keys.shape == (2, G, LONGEST, D)
     assert held(layer, 1).max() == -1
     other = talk(50, 30, 60)
@@ -324,7 +324,7 @@ def test_a_request_that_left_in_its_prompt_leaves_nothing():
     while other.seen < other.tokens:
         feed(layer, begun, [(other, 1)])
     assert torch.equal(torch.cat(other.answer), alone(CONFIGS["tokens"], other)[0])
-    assert [*begun.chunks] == [4]
+    assert [*begun.by_page] == [4]
 
 
 def test_more_prompts_at_once_than_there_is_room_for():
@@ -397,7 +397,7 @@ def test_evictions_are_counted_where_pages_are_used_again(name):
 
 
 def test_a_meter_leaves_its_numbers_for_the_servers_first_process(tmp_path, monkeypatch):
-    layer, labels = paged(CONFIGS["tokens"]), metrics.Labels("tiny", "0", "1")
+    layer, labels = paged(CONFIGS["tokens"]), ("tiny", "0", "1")
     monkeypatch.setenv(metrics.FOLDER, str(tmp_path / "numbers"))
     monkeypatch.setattr(metrics, "SECONDS", 0.01)
     meter = metrics.Meter(labels, 4096, 12, lambda: [layer.store], WorkerPrompts())
@@ -445,14 +445,14 @@ def test_a_folder_that_takes_no_numbers_is_a_warning(tmp_path, monkeypatch):
     for folder in (tmp_path / "missing" / "numbers", tmp_path / "file"):
         (tmp_path / "file").write_text("")
         monkeypatch.setenv(metrics.FOLDER, str(folder))
-        meter = metrics.Meter(metrics.Labels("tiny", "0", "0"), 1, 1, list, WorkerPrompts())
+        meter = metrics.Meter(("tiny", "0", "0"), 1, 1, list, WorkerPrompts())
         with pytest.warns(RuntimeWarning, match="/metrics is incomplete: .*(missing|file)"):
             meter.write()
 
 
 def test_a_meter_that_nobody_reads_writes_nothing(monkeypatch):
     monkeypatch.delenv(metrics.FOLDER, raising=False)
-    labels = metrics.Labels("tiny", "0", "0")
+    labels = ("tiny", "0", "0")
     meter = metrics.Meter(labels, 1, 1, lambda: pytest.fail("asked"), WorkerPrompts())
     meter.schedule_write()
     meter.write()
@@ -500,9 +500,10 @@ def test_a_request_has_its_own_budget_within_its_page():
     budget = PageBudget(H2OConfig(heavy=9, recent=7, sinks=2), LAYERS, LONGEST)
     for asked, kept in (((3, 4), (3, 4)), ((50, 4), (12, 4)), ((9, 50), (0, 16)), ((0, 0), (0, 0))):
         config = H2OConfig(heavy=asked[0], recent=asked[1], sinks=2)
-        assert budget.by_head(LAYER, keys, 40, config) == [kept]
+        assert budget.by_head(LAYER, keys, PagedRequest(40, config)) == [kept]
     of_heads = PageBudget(CONFIGS["of heads"], LAYERS, LONGEST)
-    assert of_heads.by_head(LAYER, keys, 40, H2OConfig(heavy=8, recent=6)) == [(7, 6), (8, 6)]
+    request = PagedRequest(40, H2OConfig(heavy=8, recent=6))
+    assert of_heads.by_head(LAYER, keys, request) == [(7, 6), (8, 6)]
 
 
 def test_pages_are_as_large_as_the_widest_layer_needs_on_any_rank():
@@ -583,11 +584,11 @@ def test_one_number_and_the_floor_of_fractions():
         config_of_entry({"heavy": 0.1, "recent": 0.1, "sinks": 4}, llama),
     ):
         budget = PageBudget(config, LAYERS, 1000)
-        ((heavy, recent),) = budget.by_head(LAYER, keys, 40)
+        ((heavy, recent),) = budget.by_head(LAYER, keys, PagedRequest(40))
         assert config.sinks + heavy + recent == 128
         assert recent >= 32
         exact = PageBudget(dataclasses.replace(config, min_tokens=0), LAYERS, 1000)
-        assert sum(*exact.by_head(LAYER, keys, 40)) < 20
+        assert sum(*exact.by_head(LAYER, keys, PagedRequest(40))) < 20
         assert budget.empty_page(LAYER, keys).keys.shape[2] >= 129
 
 

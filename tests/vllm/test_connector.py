@@ -137,9 +137,9 @@ def test_workers_know_what_the_requests_of_pages_ask_for():
 def test_workers_forget_chunks_of_pages_that_requests_have_left():
     """Chunks in the pages that requests have left must be dropped in every group of layers."""
     worker_prompts = WorkerPrompts()
-    worker_prompts.partial += [{3: "chunk", 4: "chunk"}, {5: "chunk"}]
+    worker_prompts.partial += [{3: 0, 4: 1}, {5: 0}]
     worker_prompts.leave({3, 5, 6})
-    assert worker_prompts.partial == [{4: "chunk"}, {}]
+    assert worker_prompts.partial == [{4: 1}, {}]
 
 
 def planning(kind=scheduler.PrefixScheduler, **entry):

@@ -155,7 +155,7 @@ def test_values_of_another_size_than_keys_are_refused(llama):
         block_size=16, num_kv_heads=2, head_size=32, head_size_v=16, dtype=torch.float32
     )
     with pytest.raises(ValueError, match="keys of 32 elements with values of 16 in vLLM"):
-        plugin.page_spec(spec, plugin.engine_of(config))
+        plugin.page_spec(spec, plugin.Engine(config))
 
 
 def test_an_untested_vllm_is_refused_by_name(llama, monkeypatch):

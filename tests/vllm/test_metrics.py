@@ -46,7 +46,7 @@ def left():
     return sorted(file.name for file in folder.iterdir()) if folder.exists() else None
 
 def meter(rank):
-    one = metrics.Meter(metrics.Labels("tiny", "0", rank), 1, 1, list, WorkerPrompts())
+    one = metrics.Meter(("tiny", "0", rank), 1, 1, list, WorkerPrompts())
     one.write()
     return one
 

@@ -5,12 +5,8 @@
   const n = tokens.length, perGroup = heads / groups;
   const byId = (id) => document.getElementById(id);
 
-  const words16 = (text) => {
-    const raw = atob(text), out = new Uint16Array(raw.length / 2);
-    for (let i = 0; i < out.length; i++)
-      out[i] = raw.charCodeAt(2 * i) | (raw.charCodeAt(2 * i + 1) << 8);
-    return out;
-  };
+  const words16 = (text) => // little-endian, as typed arrays are in browsers
+    new Uint16Array(Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0)).buffer);
   const half = (bits) => { // IEEE float16 that is not negative
     const exponent = bits >> 10, fraction = bits & 1023;
     return exponent ? 2 ** (exponent - 15) * (1 + fraction / 1024) : fraction * 2 ** -24;
@@ -20,38 +16,15 @@
 
   /* The selection. head is "all", "kv 1" or "query 4" of the layer. */
   const state = { layer: 0, head: "all", at: n - 1, token: 0 };
-  const scoresNow = () => {
-    const [kind, number] = state.head.split(" ");
-    const first = kind === "all" ? 0 : kind === "kv" ? number * perGroup : +number;
-    const count = kind === "all" ? heads : kind === "kv" ? perGroup : 1;
-    const sum = new Float64Array(n);
-    for (let h = first; h < first + count; h++) {
-      const start = (state.layer * heads + h) * n;
-      for (let j = 0; j < n; j++) sum[j] += half(scores[start + j]);
-    }
-    return sum;
-  };
-  /* For each key the first token for which no head's cache holds it any more. */
-  const leftNow = () => {
-    const [kind, number] = state.head.split(" ");
-    const first = kind === "all" ? 0 : kind === "kv" ? +number : Math.floor(number / perGroup);
-    const count = kind === "all" ? groups : 1;
-    const left = new Uint16Array(n);
-    for (let g = first; g < first + count; g++) {
-      const start = (state.layer * groups + g) * n;
-      for (let j = 0; j < n; j++) left[j] = Math.max(left[j], evicted[start + j]);
-    }
-    return left;
+  const queryHeads = () => { // [first, end]
+    const [kind, text] = state.head.split(" "), number = +text;
+    if (kind === "all") return [0, heads];
+    return kind === "kv" ? [number * perGroup, (number + 1) * perGroup] : [number, number + 1];
   };
 
-  const place = byId("words"), spans = tokens.map((text, j) => {
-    const span = document.createElement("span");
-    span.textContent = text;
-    span.dataset.position = j;
-    place.append(span);
-    return span;
-  });
-
+  const place = byId("words"), spans = [...place.children];
+  /* For each key of the selection, its score, and the first token for which no head's cache holds
+     it any more. */
   let now = null, left = null, total = 1;
   const short = (x) => Number(x.toPrecision(4)).toString();
   const visible = (text) => text.trim() ? text.trim() : JSON.stringify(text).slice(1, -1);
@@ -97,21 +70,21 @@
       `. Token ${j}, “${label(j)}”, has received ${short(now[j])} (${(100 * now[j] / total).toFixed(2)}% of all attention) and is held until ${until(j)}.`;
   };
   const all = () => {
-    now = scoresNow();
-    left = leftNow();
+    now = new Float64Array(n);
+    left = new Uint16Array(n);
+    for (let [h, end] = queryHeads(); h < end; h++) {
+      const ofHead = (state.layer * heads + h) * n;
+      const ofGroup = (state.layer * groups + Math.floor(h / perGroup)) * n;
+      for (let j = 0; j < n; j++) {
+        now[j] += half(scores[ofHead + j]);
+        left[j] = Math.max(left[j], evicted[ofGroup + j]);
+      }
+    }
     total = now.reduce((a, b) => a + b, 0) || 1;
     shade();
     mark();
   };
 
-  const option = (value, text) => new Option(text, value);
-  byId("layer").append(...layers.map((number, index) => option(index, number)));
-  byId("head").append(option("all", "all"),
-    ...Array.from({ length: groups }, (_, g) => option(`kv ${g}`, `key/value ${g}`)),
-    ...Array.from({ length: heads }, (_, h) => option(`query ${h}`, `query ${h}`)));
-  byId("at").max = byId("token").max = n - 1;
-  byId("at").value = n - 1;
-  byId("token").value = 0;
   byId("layer").addEventListener("change", (e) => { state.layer = +e.target.value; all(); });
   byId("head").addEventListener("change", (e) => { state.head = e.target.value; all(); });
   byId("at").addEventListener("input", (e) => { state.at = +e.target.value; mark(); });
@@ -120,8 +93,8 @@
     if (e.target.value !== "" && j >= 0 && j < n) { state.token = j; mark(); }
   });
   place.addEventListener("click", (e) => {
-    const j = e.target.dataset.position;
-    if (j !== undefined) { state.token = +j; byId("token").value = j; mark(); }
+    const j = spans.indexOf(e.target);
+    if (j >= 0) { state.token = j; byId("token").value = j; mark(); }
   });
   all();
 })();

@@ -6,8 +6,6 @@ Shape letters as in `h2o.ops`: B rows, Q padded columns of the text.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -17,25 +15,6 @@ from h2o.backends.torch_backend.slot_view import row_norms
 from h2o.policy import Policy
 from h2o.quantization import dequantize
 from h2o.sink_logits import softmax
-
-
-class Text(NamedTuple):
-    """A text after its prompts, and the tensors for the results of the later columns."""
-
-    query: Tensor
-    """[B, H, Q, D]"""
-    keys: Tensor
-    """[B, G, Q, D]"""
-    values: Tensor
-    later: Tensor
-    """[B, Q] bool: columns after the prompt of their row"""
-    scale: float
-    softcap: float
-    policy: Policy
-    sink_logits: Tensor | None
-    out: Tensor
-    evicted_at: Tensor
-    scores: Tensor
 
 
 def simulate(
@@ -88,25 +67,29 @@ def simulate(
     end = (early * torch.arange(1, Q + 1, device=query.device)).amax(1)[:, None, None]
     evicted_at.copy_(torch.where(evicted, end, evicted_at))
     later = real & ~early
-    text = Text(
-        query, keys, values, later, scale, softcap, policy, sink_logits, out, evicted_at, scores
-    )
     if stored_keys is not None and stored_values is not None:
         index = position.clamp(min=0)[:, None, :, None].expand(B, G, Q, D)
         keys, values = (dequantize(x, D).gather(2, index) for x in (stored_keys, stored_values))
-        text = text._replace(keys=keys, values=values)
-    _one_by_one(text, norms, positions, is_kept, limits)
+    _one_by_one(
+        query, keys, values, later, positions, is_kept, norms, limits, out, evicted_at, scores,
+        scale, softcap, policy, sink_logits,
+    )  # fmt: skip
 
 
 def _one_by_one(
-    text: Text, norms: Tensor | None, positions: Tensor, held: Tensor, limits: Budget
-) -> None:
-    """Process the `later` columns as decode steps.
+    query: Tensor, keys: Tensor, values: Tensor, later: Tensor, positions: Tensor, held: Tensor,
+    norms: Tensor | None, limits: Budget, out: Tensor, evicted_at: Tensor, scores: Tensor,
+    scale: float, softcap: float, policy: Policy, sink_logits: Tensor | None,
+) -> None:  # fmt: skip
+    """Process the columns after the prompts as decode steps. Logits and outputs are computed for
+    blocks of columns.
 
-    positions: int32 [B, G, Q]. held: [B, G, Q] bool, the keys that are kept of the prompt.
-    Logits and outputs are computed for blocks of columns.
+    Args:
+        later: [B, Q] bool, columns after the prompt of their row.
+        positions: [B, G, Q] int32.
+        held: [B, G, Q] bool, the keys that are kept of the prompt. Updated.
+        out, evicted_at, scores: results. Only what later columns change is written.
     """
-    query, keys, values, later, scale, softcap, policy, sink_logits, out, evicted_at, scores = text
     _, H, Q, _ = query.shape
     G = keys.shape[1]
     R = H // G

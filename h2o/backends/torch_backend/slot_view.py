@@ -60,23 +60,6 @@ class SlotView:
         """Convert [B, G, T] to [B, T], taking the entry of each slot's head."""
         return by_head.gather(1, self.head[:, None].expand(len(by_head), 1, -1))[:, 0]
 
-    def add(self, numbers: Tensor, new: Tensor, *, largest: bool = False) -> Tensor:
-        """Add [B, G, S], 0 in slots of other heads, to a field of the slots, and return the sums by
-        head. With `largest` the maxima replace the sums."""
-        if self.first is not None:
-            new = self.take_own_head(new)
-        both = torch.maximum(numbers, new, out=numbers) if largest else numbers.add_(new)
-        return self.by_head(both, 0)
-
-    def fade(self, scores: Tensor, decay: float, where: Tensor | None) -> None:
-        """Multiply the slots' scores by `decay`, in the rows that `where` [B, 1, 1] selects."""
-        faded = scores * decay
-        if where is not None:
-            faded = torch.where(where if self.first is None else where[..., 0], faded, scores)
-        if self.first is not None:
-            faded = torch.where(self.in_any_head, faded, scores)
-        scores.copy_(faded)
-
     def rows(self, name: str, D: int) -> Tensor:
         """Dequantized keys or values [B, G or 1, S, D]."""
         return self.add_head_axis(dequantize(getattr(self.slots, name), D))
@@ -88,18 +71,6 @@ class SlotView:
     def add_head_axis(self, x: Tensor) -> Tensor:
         """Tensor by slot as [B, G or 1, S, ...], not expanded over heads."""
         return x if self.first is None else x[:, None]
-
-    def weighted_values(self, p: Tensor, values: Tensor) -> Tensor:
-        """p @ values, [B, G, M, D] float32, for probabilities p [B, G, M, S], which are 0 in slots
-        of other heads, and values [B, G or 1, S, D].
-
-        On axis T the product covers the values of all heads, and 0 times a value that is not finite
-        would be NaN. Such values are left out of the product and added to their own head.
-        """
-        if self.first is None:
-            return products(p, values)
-        finite, beyond = self.split_nonfinite(values)
-        return products(p, finite) + beyond
 
     def split_nonfinite(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Values [B, G or 1, S, D] with 0 in place of elements that are not finite, and the sums of
@@ -113,15 +84,21 @@ class SlotView:
         by_head = beyond.new_zeros(len(values), self.first.shape[1], values.shape[-1])
         return finite, by_head.scatter_add_(1, head, beyond)[:, :, None]
 
-    def weighted_stored_values(self, p: Tensor, D: int) -> Tensor:
-        """`weighted_values` for the values in the slots.
+    def weighted_values(self, p: Tensor, D: int) -> Tensor:
+        """p @ values, [B, G, M, D] float32, for probabilities p [B, G, M, S], which are 0 in slots
+        of other heads.
 
-        In quantized slots a NaN scale marks a row that was not finite, so that only the scales
-        have to be searched.
+        On axis T the product covers the values of all heads, and 0 times a value that is not finite
+        would be NaN. Such values are left out of the product and added to their own head. In
+        quantized slots a NaN scale marks a row that was not finite, so that only the scales have to
+        be searched.
         """
         stored = self.slots.keys if self.slots.values is None else self.slots.values
-        if self.first is None or stored.dtype != torch.uint8:
-            return self.weighted_values(p, self.values(D))
+        if self.first is None:
+            return products(p, self.values(D))
+        if stored.dtype != torch.uint8:
+            finite, beyond = self.split_nonfinite(self.values(D))
+            return products(p, finite) + beyond
         q, scale, least = codes(stored, D)
         lost = scale.isnan().any(-2)[:, None, :, 0]  # [B, 1, T]
         values = floats(q, scale.nan_to_num(0.0), least)
@@ -160,23 +137,18 @@ class SlotView:
             new = new[..., 0] if isinstance(new, Tensor) else new
         numbers.scatter_(-1, index, new)
 
-    def read_rows(self, rows: Tensor, index: Tensor) -> Tensor:
-        """Read keys or values [B, G, n, D or bytes] in stored format. index is [B, G, n]."""
-        flat = index if self.first is None else index.flatten(1)
-        picked = rows.gather(-2, flat[..., None].expand(*flat.shape, rows.shape[-1]))
-        return picked if self.first is None else picked.view(*index.shape, -1)
-
     def write_rows(
         self, rows: Tensor, index: Tensor, new: Tensor, where: Tensor | None = None
     ) -> None:
         """Write keys or values [B, G, 1, D or bytes] in stored format. `where` is as in `write`."""
-        if where is not None:
-            new = torch.where(where[..., None], new, self.read_rows(rows, index))
-        if rows.element_size() == 2:  # on CPUs torch copies all 16-bit floats to write one
-            rows, new = rows.view(torch.int16), new.view(torch.int16)
-        index = index[..., None].expand(new.shape)
         if self.first is not None:
             index, new = index[:, :, 0], new[:, :, 0]
+            where = None if where is None else where[..., 0]
+        index = index[..., None].expand(new.shape)
+        if where is not None:
+            new = torch.where(where[..., None], new, rows.gather(-2, index))
+        if rows.element_size() == 2:  # on CPUs torch copies all 16-bit floats to write one
+            rows, new = rows.view(torch.int16), new.view(torch.int16)
         rows.scatter_(-2, index, new)
 
 

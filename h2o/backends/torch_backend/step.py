@@ -13,7 +13,6 @@ from torch import Tensor
 
 from h2o.backends.torch_backend.attend import apply_softcap
 from h2o.backends.torch_backend.ranking import lowest, rank_keys, split_budget
-from h2o.backends.torch_backend.rotary_embedding import rotate_by
 from h2o.backends.torch_backend.slot_view import SlotView, products, quantize_like_slots, row_norms
 from h2o.policy import Policy
 from h2o.sink_logits import softmax
@@ -54,24 +53,27 @@ def step(
     keys = view.rows("keys", D)
     queries = query.reshape(B, G, H // G, D).float()
     if table is not None and ranks is not None:
-        before = torch.minimum(lengths, budget.k)  # [B, 1 or G, 1] number of keys held
-        view.write(ranks, index, before, real)
+        held = torch.minimum(lengths, budget.k)  # [B, 1 or G, 1] number of keys held
+        view.write(ranks, index, held, real)
         keys = rotate_by(keys.float(), table[view.add_head_axis(ranks).clamp(0, len(table) - 1)])
-        queries = rotate_by(queries, table[before])
+        queries = rotate_by(queries, table[held])
     positions = view.by_head(slots.positions, -1)
     # Logits [B, G, R, S] must be float32 because scores are.
     logits = apply_softcap(products(queries, keys.mT, exact=True) * scale, softcap)
     sinks = None if sink_logits is None else sink_logits.view(1, G, H // G, 1)
     p = softmax(logits.masked_fill_((positions < 0)[:, :, None], -torch.inf), sinks)
-    answer = view.weighted_stored_values(p, D).view(B, 1, H, D)
+    answer = view.weighted_values(p, D).view(B, 1, H, D)
     received = p.amax(2) if policy.scores_largest else p.sum(2)
     if real is not None:
         answer = answer.masked_fill(~real[..., None], 0)
         received = received.masked_fill(~real, 0)
     out.copy_(answer)
+    before = view.by_head(slots.scores, 0)
     if policy.decay != 1.0:
-        view.fade(slots.scores, policy.decay, real)
-    scores = view.add(slots.scores, received, largest=policy.scores_largest)
+        faded = before * policy.decay
+        before = faded if real is None else torch.where(real, faded, before)
+    scores = torch.maximum(before, received) if policy.scores_largest else before + received
+    view.write_by_head(slots.scores, scores)
 
     ranks_now = rank_keys(policy, scores, positions, norms, seen, budget)
     position, last = lowest(ranks_now, positions)
@@ -91,3 +93,15 @@ def step(
         free if real is None else torch.where(real[..., 0], free, slots.next_slot)
     )
     slots.seen_tokens.add_(1 if real is None else real[:, 0, 0])
+
+
+def rotate_by(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotate x [..., D] by angles [..., 2, F], given as cosines and sines.
+
+    Elements i < F and F + i are rotated by angle i. Elements from 2 F on are unchanged.
+    Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, section 3.
+    """
+    F = angles.shape[-1]
+    cos, sin = angles.unbind(-2)
+    a, b, rest = x[..., :F], x[..., F : 2 * F], x[..., 2 * F :]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)

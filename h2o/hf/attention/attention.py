@@ -293,7 +293,7 @@ def softmax_attention(
 
 
 ROWS = 512
-"""Number of queries whose logits are computed at a time if there are learned sinks."""
+"""Number of queries whose logits are computed at a time."""
 
 
 def _attention_with_sinks(

@@ -48,40 +48,39 @@ def replace_attention(
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        softcap: float | None = None,
-        sliding_window: int | None = None,
-        is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         layer = shared.layer(module)  # None for a module of a vision model
         attention_mask = pads_of(attention_mask)
 
         def full() -> Tensor:
-            return attention.h2o_attention_forward(
-                module, query, key, value, attention_mask, scaling, dropout, softcap,
-                sliding_window, is_causal, **kwargs,
-            )[0]  # fmt: skip
+            given = query, key, value, attention_mask
+            return attention.h2o_attention_forward(module, *given, **kwargs)[0]
 
         if layer not in layers:
             return full(), None
-        causal = attention.looks_back_only(module, is_causal)
-        if error := attention.find_transform(query, key, value, kwargs.get("s_aux")):
+        sinks, window = kwargs.get("s_aux"), kwargs.get("sliding_window")
+        if error := attention.find_transform(query, key, value, sinks):
             raise error
-        error = attention.find_unsupported(module, kwargs, attention_mask, sliding_window, causal)
+        causal = attention.looks_back_only(module, kwargs.get("is_causal"))
+        error = attention.find_unsupported(module, kwargs, attention_mask, window, causal)
         if error is not None:
             has_4d_mask = attention_mask is not None and attention_mask.ndim > 2
             if has_4d_mask and compat_wrappers.is_called_compiled():
                 raise UnsupportedError(_COMPILED)
             raise error
-        mask = None if attention_mask is None else attention_mask.bool()
-        tensors = as_autocast(query, key, value)
-        cached = hasattr(key, "h2o_layer")
         call = AttentionCall(
-            module, *tensors, mask, scaling, softcap or 0.0, dropout, layer=layer, cached=cached,
-            sink_logits=as_operand(kwargs.get("s_aux")), full=full,
-        )  # fmt: skip
+            module,
+            *as_autocast(query, key, value),
+            mask=None if attention_mask is None else attention_mask.bool(),
+            scale=kwargs.get("scaling"),
+            softcap=kwargs.get("softcap") or 0.0,
+            dropout=kwargs.get("dropout", 0.0),
+            sink_logits=as_operand(sinks),
+            layer=layer,
+            cached=hasattr(key, "h2o_layer"),
+            full=full,
+        )
         return visit(call), None
 
     model = unwrap(model)  # PEFT and torch.compile leave attention to the model they wrap

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from h2o.compat import with_cache
 from h2o.compat_wrappers import compile_errors, mark_dynamic, num_virtual_tokens
 from h2o.config import H2OConfig
 from h2o.hf.cache.cache import H2OCache
@@ -82,19 +83,20 @@ class CompiledPrefill:
         return self._run(input_ids, [input_ids.shape[1]], inputs)
 
     def prefill(self, prompts: Sequence[Tensor], **inputs: Any) -> Tensor:
-        """Prefill several prompts, token ids [1, n] each, in the empty cache.
+        """Empty the cache and prefill several prompts, token ids [1, n] each.
 
         Args:
-            inputs: further arguments of the model, without `position_ids`.
+            inputs: `logits_to_keep` if the model accepts it.
 
         Returns:
             Logits [len(prompts), vocabulary] of their first new tokens.
         """
+        self.empty()
         lengths = [ids.shape[1] for ids in prompts]
         ids = torch.cat(list(prompts), dim=1)
         positions = torch.cat([torch.arange(n, device=ids.device) for n in lengths])
-        output = self._run(ids, lengths, inputs | {"position_ids": positions[None]})
-        logits: Tensor = output.logits[0]
+        inputs |= {"position_ids": positions[None], "use_cache": True, **with_cache(self.cache)}
+        logits: Tensor = self._run(ids, lengths, inputs).logits[0]
         if "logits_to_keep" not in inputs:
             logits = logits[self._bounds[1:].to(logits.device) - 1]
         return logits[: len(prompts)]

@@ -262,12 +262,6 @@ def decoding_arguments(model: Any, input_ids: Tensor, **arguments: Any) -> dict[
     return arguments
 
 
-def likeliest(logits: Tensor) -> Tensor:
-    """The likeliest tokens by logits [n, vocabulary]: int64 [n]. argmax gives the same, but takes
-    five times as long in 16 bits."""
-    return logits.max(-1).indices
-
-
 class ActiveRequest:
     """A request from its prompt to its last token."""
 
@@ -309,46 +303,33 @@ class ActiveRequest:
         self.is_plain_greedy = not self.processors and self.generator is None and are_numbers
         """Whether the likeliest token is next, and only end tokens or the length end the answer"""
 
-    def use_compiled_prefill(self, prefill: CompiledPrefill) -> None:
-        """Prefill the prompt with a graph, in the graph's cache."""
-        self.cache, self.compiled_prefill = prefill.cache, prefill
-
     @property
     def chunk(self) -> int:
         """Number of prompt tokens in the next chunk."""
         chunk: int = self.generation_config.prefill_chunk_size or self.prompt_tokens
         return min(chunk, self.prompt_tokens - self.tokens_prefilled)
 
-    def prefill_next_chunk(self) -> bool:
-        """Prefill the next chunk. After the last one, choose the first token and return True."""
-        if self.tokens_prefilled >= self.prompt_tokens:
-            raise ValueError(
-                f"the prompt has {self.prompt_tokens} tokens and the prefix "
-                f"{self.tokens_prefilled}: a prompt must contain the prefix and more tokens"
-            )
-        begin, end = self.tokens_prefilled, self.tokens_prefilled + self.chunk
-        if begin == 0 and self.compiled_prefill is not None:
-            self.compiled_prefill.empty()
-        logits = self._forward(begin, end)
-        self.tokens_prefilled = end
-        if end < self.prompt_tokens:
-            return False
-        self.accept(logits)
-        return True
-
     @torch.no_grad()
-    def _forward(self, begin: int, end: int) -> Tensor:
-        ids = self.ids[:, begin:end]
-        forward = self.compiled_prefill
+    def prefill_next_chunk(self) -> Tensor | None:
+        """Prefill the next chunk. After the last one, return logits [1, vocabulary] of the first
+        new token."""
+        settings, begin = self.settings, self.tokens_prefilled
+        if begin >= self.prompt_tokens:
+            raise ValueError(
+                f"the prompt has {self.prompt_tokens} tokens and the prefix {begin}: a prompt must "
+                "contain the prefix and more tokens"
+            )
+        ids = self.ids[:, begin : begin + self.chunk]
+        forward: Any = self.compiled_prefill
         if forward is None:
-            forward = self.settings.model
+            forward = model_after_prompt(settings.model) if begin else settings.model
+        elif begin == 0:
+            forward.empty()
         where = {}
-        if begin:
-            forward = model_after_prompt(forward)
-        if begin or not self.settings.virtual:
-            seen = begin + self.settings.virtual + self.cache.guard.rope_deltas.offset
-            where = positions_after(self.settings.model, seen, ids)
-        self.settings.angles.forget()
+        if begin or not settings.virtual:
+            seen = begin + settings.virtual + self.cache.guard.rope_deltas.offset
+            where = positions_after(settings.model, seen, ids)
+        settings.angles.forget()
         output = forward(
             input_ids=ids,
             use_cache=True,
@@ -356,14 +337,11 @@ class ActiveRequest:
             **with_cache(self.cache),
             **self.last_logits,
         )
-        logits: Tensor = output.logits[:, -1]
-        return logits
+        self.tokens_prefilled += ids.shape[1]
+        return output.logits[:, -1] if self.tokens_prefilled == self.prompt_tokens else None
 
     def accept(self, logits: Tensor) -> None:
         """Choose the next token by logits [1, vocabulary]."""
-        if self.is_plain_greedy:
-            self.take(int(likeliest(logits)))
-            return
         scores = self.processors(self.ids, logits.to(dtype=torch.float32, copy=True))
         if self.generator is None:
             token = scores.argmax(-1, keepdim=True)

@@ -10,6 +10,7 @@ Shape letters: n active rows, those that are not idle.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -78,9 +79,6 @@ class RowBatch:
             joining: the other cache. For a model with states it must have a single row.
             source_rows: the row of `joining` for each of `rows`.
             tokens: number of tokens that each of them has seen, without padding.
-
-        Raises:
-            ValueError: the other cache has another kind of slots.
         """
         for row, n in zip(rows, tokens, strict=True):
             self.tokens[row], self.offsets[row] = n, joining.guard.rope_deltas.offset
@@ -95,20 +93,17 @@ class RowBatch:
         """Make a row idle."""
         self.tokens[row] = 0
 
-    @property
-    def active_rows(self) -> list[int]:
-        """The active rows, in order."""
-        return [row for row, n in enumerate(self.tokens) if n]
-
     @torch.no_grad()
-    def step(self, ids: list[int]) -> Tensor:
-        """Decode one token in each active row. Entries of `ids` for idle rows are ignored.
+    def step(self, ids: dict[int, int]) -> Tensor:
+        """Decode one token in each active row.
+
+        Args:
+            ids: the last token of each active row.
 
         Returns:
-            Logits [n, vocabulary], in the order of `active_rows`.
+            Logits [n, vocabulary], in the order of `ids`.
         """
-        active, parts = self.active_rows, []
-        groups = self.angles.groups(active, [n + 1 for n in self.tokens])
+        groups, parts = self.angles.groups(list(ids), [n + 1 for n in self.tokens]), []
         for rows in groups:
             self.angles.forget()
             parts.append(self._step_rows(rows, ids))
@@ -116,24 +111,30 @@ class RowBatch:
         if len(groups) == 1:
             return parts[0]
         place = {row: i for i, row in enumerate(row for rows in groups for row in rows)}
-        return torch.cat(parts)[[place[row] for row in active]]
+        return torch.cat(parts)[[place[row] for row in ids]]
 
-    def _step_rows(self, rows: list[int], ids: list[int]) -> Tensor:
+    def _step_rows(self, rows: list[int], ids: dict[int, int]) -> Tensor:
         """Logits [len(rows), vocabulary] of a decode step in these rows."""
-        if self.compiled:  # always with a mask: calls without one would need another graph
-            return self._step_all_rows(self.compiled, ids, rows, masked=True)[rows]
-        if self._has_states:
-            return self._step_all_rows(self.model, ids, rows, masked=len(rows) < len(ids))[rows]
-        self._select_rows(rows if len(rows) < len(ids) else [])
-        return self._forward(self.model, [ids[row] for row in rows], rows)
+        B = len(self.tokens)
+        if not self.compiled and not self._has_states:
+            self._select_rows(rows if len(rows) < B else [])
+            return self._forward(self.model, ids, rows)
+        mask = None
+        if self.compiled or len(rows) < B:  # compiled without a mask it would be another graph
+            here = [[row in rows] for row in range(B)]
+            mask = torch.tensor(here, dtype=torch.bool, device=input_device(self.model))
+        return self._forward(self.compiled or self.model, ids, range(B), mask)[rows]
 
-    def _forward(self, forward: Any, ids: list[int], rows: list[int], mask: Any = None) -> Tensor:
+    def _forward(
+        self, forward: Any, ids: dict[int, int], rows: Sequence[int], mask: Tensor | None = None
+    ) -> Tensor:
         """Logits [len(rows), vocabulary]."""
         device = input_device(self.model)
         next_positions = [[self.tokens[row] + self.offsets[row]] for row in rows]
         positions = torch.tensor(next_positions, dtype=torch.long, device=device)
+        tokens = [[ids.get(row, 0)] for row in rows]
         output = forward(
-            input_ids=torch.tensor([[i] for i in ids], dtype=torch.long, device=device),
+            input_ids=torch.tensor(tokens, dtype=torch.long, device=device),
             attention_mask=mask,
             position_ids=positions if mask is None else positions * mask,
             **with_cache(self.cache),
@@ -141,14 +142,6 @@ class RowBatch:
         )
         logits: Tensor = output.logits[:, -1]
         return logits
-
-    def _step_all_rows(
-        self, forward: Any, ids: list[int], rows: list[int], *, masked: bool
-    ) -> Tensor:
-        """Logits [all rows, vocabulary]. If `masked`, all rows but `rows` are masked."""
-        here = [[row in rows] for row in range(len(ids))]
-        mask = torch.tensor(here, dtype=torch.bool, device=input_device(self.model))
-        return self._forward(forward, ids, [*range(len(ids))], mask if masked else None)
 
     def _select_rows(self, rows: list[int]) -> None:
         """Run the following steps on these rows only; [] means all rows."""

@@ -104,7 +104,7 @@ class H2OCache(CacheInspection):
         check_pins(config, pinned)
         model, config = config, text_config_of(config)
         plan = get_plan(model, config, h2o_config)
-        guard = PassGuard(prompt_length, plan.kinds, plan.last, bool(plan.number_of_states))
+        guard = PassGuard(prompt_length, plan.kinds, plan.last, plan.number_of_states)
         layers = plan.layers(guard, trace=trace, compileable=compileable)
         guard.pins = Pins.of(pinned, plan.h2o_config.decay)
         guard.plans = plan.plans
@@ -244,8 +244,7 @@ class H2OCache(CacheInspection):
                 which.
             OSError: the file does not exist or cannot be read.
         """
-        loaded: H2OCache = cache_file.read(cls, Path(path), model, device)
-        return loaded
+        return cache_file.read(cls, Path(path), model, device)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Check that the last forward pass was complete and that the new one continues it.
@@ -338,8 +337,7 @@ class H2OCache(CacheInspection):
             )
         guard, layer = self.guard, self.layers[layer_idx]
         if guard.kinds[layer_idx] == "cross":  # not part of every pass, so the guard ignores it
-            image: tuple[Tensor, Tensor] = layer.update(key_states, value_states)
-            return image
+            return layer.update(key_states, value_states)
         guard.enter(key_states.shape[0])
         try:
             keys_and_values = layer.update(key_states, value_states, *args, **kwargs)
@@ -355,8 +353,7 @@ class H2OCache(CacheInspection):
     def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
         """Return a convolution state. Each layer with states calls this before changing them."""
         self.guard.enter_states(layer_idx)
-        state: Tensor | None = super().get_conv_state(layer_idx, *args, **kwargs)
-        return state
+        return super().get_conv_state(layer_idx, *args, **kwargs)
 
     def update_conv_state(self, states: Tensor, layer_idx: int, *args: Any, **more: Any) -> Tensor:
         """Replace a convolution state, and count this."""

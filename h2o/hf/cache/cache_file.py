@@ -19,10 +19,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from h2o.config import PARAMETERS, H2OConfig
+from h2o.config import H2OConfig
 from h2o.config.profile import Profile
 from h2o.hf.cache_state.layer_snapshot import Snapshot, restore, take_snapshot
-from h2o.hf.cache_state.pass_guard import PassGuard
 from h2o.hf.cache_state.pins import Pins
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.layers.pass_runners import CapturedRunner
@@ -56,7 +55,7 @@ def write(path: Path, cache: Any, model: Any = None) -> None:
             "record": record(model) if hasattr(model, "named_parameters") else None,
             "settings": _settings(cache),
             "prompt_length": cache.guard.prompt_length,
-            "pins": cache.guard.pins.as_dict(),
+            "pins": dataclasses.asdict(cache.guard.pins),
             "ends_in_padding": cache.guard.ends_in_padding,
             "text": cache.guard.text.as_dict(),
             "layers": [snapshot.numbers for snapshot in snapshots],
@@ -81,15 +80,30 @@ def write(path: Path, cache: Any, model: Any = None) -> None:
 def read(cls: Any, path: Path, model: Any, device: Any) -> Any:
     """Make a cache of the class `cls` from a file; see `H2OCache.load`."""
     content, tensors = _read_content(path, model)
-    loaded = cls(model, **_arguments(content))
-    where = _target_device(model) if device is None else device
-    _fill(loaded.layers, content, {name: x.to(where) for name, x in tensors.items()})
+    settings = content["settings"]
+    loaded = cls(
+        model,
+        settings["config"],
+        prompt_length=content["prompt_length"],
+        trace=settings["trace"],
+        compileable=settings["compileable"],
+    )
+    if device is None:
+        device = torch.device(getattr(model, "device", "cpu"))  # a config has none
+        device = "cpu" if device.type == "meta" else device  # the model is offloaded
+    _fill(loaded.layers, content, {name: x.to(device) for name, x in tensors.items()})
     try:
         loaded._check_complete()
     except RuntimeError as error:
         raise ValueError(f"{path}: {error}") from error
-    _restore_guard(loaded.guard, content)
-    loaded.echo_replacement = content["settings"].get("not_dealt", "")
+    guard, deltas = loaded.guard, loaded.guard.rope_deltas
+    guard.pins = Pins(**content["pins"])
+    guard.ends_in_padding = content.get("ends_in_padding", [])
+    guard.text.restore(content.get("text"))
+    deltas.is_known = "rope_deltas" in content
+    if (number := content.get("rope_deltas")) is not None:
+        deltas.number = torch.tensor(number, dtype=torch.long, device="cpu")
+    loaded.echo_replacement = settings.get("not_dealt", "")
     return loaded
 
 
@@ -97,13 +111,7 @@ def _read_content(path: Path, model: Any) -> tuple[dict[str, Any], dict[str, Ten
     """Read and check a file. Return its JSON content, with `settings["config"]` as an `H2OConfig`,
     and its tensors.
 
-    Args:
-        model: the model that will use the cache, or its config.
-
-    Raises:
-        ValueError: the file holds no cache, is truncated or edited, comes from a later version or
-            another model, or holds other heads of a tensor-parallel model than this process.
-        OSError: the file does not exist or cannot be read.
+    Raises: as `H2OCache.load`.
     """
     try:
         metadata, tensors = _open_file(path)
@@ -143,12 +151,6 @@ def _difference(model: Any, shape: dict[str, Any], settings: dict[str, Any]) -> 
     return difference(model, shape, {}) or settings_difference(model, settings)
 
 
-def _target_device(model: Any) -> Any:
-    """Device to load tensors to: the model's, or the CPU if the model is offloaded ("meta")."""
-    device = torch.device(getattr(model, "device", "cpu"))  # a config has none
-    return "cpu" if device.type == "meta" else device
-
-
 def _fill(layers: list[Any], content: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Restore new layers from the result of `read`. The layers use the tensors without copying.
 
@@ -168,28 +170,6 @@ def _fill(layers: list[Any], content: dict[str, Any], tensors: dict[str, Tensor]
             restore(layer, Snapshot(of_layer, numbers))
         except (KeyError, TypeError) as error:
             raise ValueError(f"layer {index} was written by another version: {error}") from error
-
-
-def _arguments(content: dict[str, Any]) -> dict[str, Any]:
-    """Arguments with which `H2OCache` makes an empty cache like the saved one."""
-    settings = content["settings"]
-    return {
-        "h2o_config": settings["config"],
-        "prompt_length": content["prompt_length"],
-        "trace": settings["trace"],
-        "compileable": settings["compileable"],
-    }
-
-
-def _restore_guard(guard: PassGuard, content: dict[str, Any]) -> None:
-    """Restore the pins, the padding, the digest of the text and, if known, `rope_deltas`."""
-    guard.pins = Pins.from_dict(content["pins"])
-    guard.ends_in_padding = content.get("ends_in_padding", [])
-    guard.text.restore(content.get("text"))
-    deltas = guard.rope_deltas
-    deltas.is_known = "rope_deltas" in content
-    if (number := content.get("rope_deltas")) is not None:
-        deltas.number = torch.tensor(number, dtype=torch.long, device="cpu")
 
 
 def _with_part(snapshot: Snapshot, cache: Any, model: Any) -> Snapshot:
@@ -223,10 +203,11 @@ def _heads(tensors: dict[str, Tensor], prefix: str) -> int | None:
 
 def _check_part(layers: list[dict[str, Any]], tensors: dict[str, Tensor], model: Any) -> None:
     """Raise ValueError if this process of a tensor-parallel model has other heads than the file."""
-    parts = set()
-    for index, numbers in enumerate(layers):
-        if "part" in numbers and _heads(tensors, f"{index}.") is not None:
-            parts.add(tuple(numbers["part"]))
+    parts = {
+        tuple(numbers["part"])
+        for index, numbers in enumerate(layers)
+        if "part" in numbers and _heads(tensors, f"{index}.") is not None
+    }
     for part in parts:
         reason = f"holds the heads of {tensor_parallel.describe_part(part)}"
         if not hasattr(model, "config"):
@@ -276,7 +257,7 @@ def _settings(cache: Any) -> dict[str, Any]:
     return {
         "config": fields,
         "not_dealt": cache.echo_replacement,
-        "trace": first is not None and first.has_trace,
+        "trace": first is not None and first.trace is not None,
         "compileable": first is not None and isinstance(first.runner, CapturedRunner),
     }
 
@@ -292,19 +273,3 @@ def _config(fields: dict[str, Any]) -> H2OConfig:
         return H2OConfig(**fields)
     except TypeError as error:
         raise ValueError(f"was written by a later version of h2o ({error})") from error
-
-
-def brief(config: H2OConfig) -> str:
-    """Format the budget and all fields that differ from their defaults as keyword arguments.
-
-    `head_shares` is abbreviated to "...".
-    """
-    default = H2OConfig()
-    shown = []
-    for name in PARAMETERS:
-        value = getattr(config, name)
-        if isinstance(value, float):
-            value = round(value, 6)
-        if name in ("heavy", "recent") or value != getattr(default, name):
-            shown.append((name, "..." if name == "head_shares" else repr(value)))
-    return ", ".join(f"{name}={value}" for name, value in shown)

@@ -14,8 +14,7 @@ from transformers.cache_utils import Cache
 from typing_extensions import Self
 
 from h2o.compat import window_of
-from h2o.config import H2OConfig
-from h2o.hf.cache import cache_file
+from h2o.config import PARAMETERS, H2OConfig
 from h2o.hf.cache_state import recurrent_states
 from h2o.hf.cache_state.kept_keys import Kept, KeptToken
 from h2o.hf.cache_state.pass_guard import PassGuard
@@ -66,7 +65,7 @@ class CacheInspection(Cache):
 
     def __repr__(self) -> str:
         idle = "" if self.guard.plans else ", nothing is evicted: no layer has full attention"
-        return f"H2OCache({cache_file.brief(self.config)}, layers={len(self.layers)}{idle})"
+        return f"H2OCache({_brief(self.config)}, layers={len(self.layers)}{idle})"
 
     @property
     def is_initialized(self) -> bool:
@@ -160,7 +159,14 @@ class CacheInspection(Cache):
             if has_states(layer):
                 report = replace(report, bytes_states=recurrent_states.bytes_of(layer))
             reports.append(report)
-        return Report(reports, broken=self._is_broken(), echo_replacement=self.echo_replacement)
+        guard = self.guard
+        is_broken = (
+            guard.waiting is not None
+            or guard.is_under_way
+            or guard.has_missed_states
+            or len(set(self._columns_seen())) > 1
+        )
+        return Report(reports, broken=is_broken, echo_replacement=self.echo_replacement)
 
     def is_prompt_only(self) -> bool:
         """Whether the cache has seen a single forward pass."""
@@ -174,24 +180,11 @@ class CacheInspection(Cache):
         self._check_layers_agree()
 
     def _check_layers_agree(self) -> None:
-        self.guard.check_layers_agree(self._columns_seen(), self._layers_with_states())
+        self.guard.check_layers_agree(self._columns_seen())
 
     def _columns_seen(self) -> list[int]:
         """Number of columns seen by each layer that holds keys of the text."""
         return [int(self.layers[index].get_seq_length()) for index in self.guard.counting]
-
-    def _layers_with_states(self) -> list[int]:
-        if not self.guard.has_states:
-            return []
-        return [index for index, layer in enumerate(self.layers) if has_states(layer)]
-
-    def _is_broken(self) -> bool:
-        """Whether a forward pass was interrupted or is still running."""
-        state = self.guard
-        if state.waiting is not None or state.is_under_way:
-            return True
-        missed_states = state.has_missed_states(self._layers_with_states())
-        return missed_states or len(set(self._columns_seen())) > 1
 
     def _h2o_layer(self, layer_idx: int) -> H2OLayer:
         try:
@@ -210,8 +203,22 @@ class CacheInspection(Cache):
 
 def _report_other(index: int, layer: Any) -> LayerReport:
     """Report on a layer of transformers' own."""
-    kind = str(kind_of(layer))
-    if kind not in ("sliding", "cross"):
-        return LayerReport(index, kind)
-    held = sum(x.numel() * x.element_size() for x in (layer.keys, layer.values) if x is not None)
-    return LayerReport(index, kind, bytes_held=held, bytes_full=held)
+    tensors = (getattr(layer, name, None) for name in ("keys", "values"))
+    held = sum(x.nbytes for x in tensors if x is not None)
+    return LayerReport(index, str(kind_of(layer)), bytes_held=held, bytes_full=held)
+
+
+def _brief(config: H2OConfig) -> str:
+    """Format the budget and all fields that differ from their defaults as keyword arguments.
+
+    `head_shares` is abbreviated to "...".
+    """
+    default = H2OConfig()
+    shown = []
+    for name in PARAMETERS:
+        value = getattr(config, name)
+        if isinstance(value, float):
+            value = round(value, 6)
+        if name in ("heavy", "recent") or value != getattr(default, name):
+            shown.append((name, "..." if name == "head_shares" else repr(value)))
+    return ", ".join(f"{name}={value}" for name, value in shown)

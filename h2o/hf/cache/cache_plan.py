@@ -34,7 +34,7 @@ from h2o.hf.model_traits.layer_kinds import has_states, layers_of
 from h2o.hf.prompt.cross_head_budget import CrossHeadBudget
 from h2o.hf.prompt.echo_scorer import EchoScorer, PromptEcho, adapt_config
 from h2o.hf.prompt.scorers import AttentionScorer, RandomScorer
-from h2o.hf.rotary.model_rotary import ModelRotary
+from h2o.hf.rotary.model_rotary import ModelRotary, rotary_of
 from h2o.hf.support import Traits, drops_cache_after, setting_reasons, transformers_layers
 from h2o.model_identity import describe, settings_of
 
@@ -77,7 +77,7 @@ class CachePlan:
         self.last = max((later[-1] for later in self._traits.reused_by.values()), default=0)
         """The last layer that attends to an earlier layer's keys; 0 if none does"""
         is_relative = self.h2o_config.positions == "cache_relative"
-        self._angles = ModelRotary(config) if is_relative else None
+        self._angles = rotary_of(config) if is_relative else None
         self._alike = self.h2o_config.shares_by_echo and _alike(config, list(self.plans))
 
     def layers(self, guard: PassGuard, *, trace: bool, compileable: bool) -> list[CacheLayerMixin]:
@@ -144,13 +144,8 @@ def _with_lists(config: H2OConfig, kinds: tuple[str, ...]) -> H2OConfig:
     """Replace functions in the config by lists, so that each function is called only once."""
     for name in ("heavy", "recent"):
         if callable(compute := getattr(config, name)):
-            computed = {
-                index: layer_amount(name, compute, index, len(kinds))
-                for index, kind in enumerate(kinds)
-                if kind == "h2o"
-            }
-            if not computed:
-                computed[0] = layer_amount(name, compute, 0, len(kinds))
+            layers = [index for index, kind in enumerate(kinds) if kind == "h2o"] or [0]
+            computed = {i: layer_amount(name, compute, i, len(kinds)) for i in layers}
             first = next(iter(computed.values()))  # a filler: other layers have no budget
             amounts = tuple(computed.get(index, first) for index in range(len(kinds)))
             config = dataclasses.replace(config, **{name: amounts})

@@ -21,8 +21,7 @@ from transformers import PreTrainedConfig
 
 from h2o.compat import NewText, new_text
 from h2o.errors import UnsupportedError
-from h2o.hf.cache.padding import check_padding
-from h2o.hf.cache_state.pass_guard import WITHOUT_CACHE
+from h2o.hf.cache_state.pass_guard import WITHOUT_CACHE, PassGuard
 from h2o.hf.cache_state.seen_text import SeenText
 from h2o.model_identity import difference, rotary_difference
 
@@ -58,7 +57,7 @@ def check_text(cache: Any, seen: int, new: int) -> None:
     if guard.counts_padding and not (
         seen and _is_step_on_gpu(text, new) and not guard.ends_in_padding
     ):
-        guard.padding_of_pass = check_padding(guard, text.mask, seen, new)
+        guard.padding_of_pass = _check_padding(guard, text.mask, seen, new)
     guard.text.record_ids(text.ids, text.mask, seen)
 
 
@@ -102,12 +101,14 @@ def _check_continuation(cache: Any, seen: int, text: NewText, new: int) -> None:
         )
     if _is_step_on_gpu(text, new):
         return
-    lengths = _lengths(cache)
-    if lengths is not None:
+    first = next((cache.layers[index] for index in cache.guard.plans), None)
+    lengths: Tensor | None = None  # tokens in each row [B], which only h2o's layers count
+    if first is not None and first.slots is not None:
+        lengths = first.slots.seen_tokens
         if text.mask is not None and text.mask.shape == (len(lengths), seen + new):
-            _check_padding(text.mask[:, :seen].bool().sum(1).tolist(), lengths, seen)
+            _check_counts(text.mask[:, :seen].bool().sum(1).tolist(), lengths, seen)
         elif text.mask is None and cache.guard.skips_pads:
-            _check_padding([seen] * len(lengths), lengths, seen)
+            _check_counts([seen] * len(lengths), lengths, seen)
     elif text.mask is None or bool(text.mask.all()):  # no row has padding
         lengths = torch.tensor([seen], dtype=torch.long, device="cpu")
     is_whole = text.mask is None or text.mask.shape[1] == seen + new
@@ -128,13 +129,6 @@ def _skips_pads(text: NewText, new: int) -> bool:
     return bool((text.positions.max(1).values < new - 1).any())
 
 
-def _lengths(cache: Any) -> Tensor | None:
-    """Number of tokens in each row [B]; None if no layer is h2o's, since only those count them."""
-    first = next(iter(cache.guard.plans), None)
-    slots = None if first is None else cache.layers[first].slots
-    return None if slots is None else slots.seen_tokens
-
-
 def _is_step_on_gpu(text: NewText, new: int) -> bool:
     """Whether this is a decode step whose tensors are on a GPU. Checking would stall each step."""
     mask, positions = text.mask, text.positions
@@ -142,7 +136,7 @@ def _is_step_on_gpu(text: NewText, new: int) -> bool:
     return new == 1 and (is_elsewhere or (positions is not None and not positions.is_cpu))
 
 
-def _check_padding(said: list[int], lengths: Tensor, seen: int) -> None:
+def _check_counts(said: list[int], lengths: Tensor, seen: int) -> None:
     """`said`: tokens per row according to the attention mask; without a mask, all columns."""
     if said != lengths.tolist():
         raise ValueError(
@@ -189,6 +183,58 @@ def _check_positions(
         "expected. input_ids must be everything seen so far, followed by new tokens. To start "
         "another text call cache.reset(), or use a new H2OCache or h2o.patched()"
     )
+
+
+def _check_padding(guard: PassGuard, mask: Tensor | None, seen: int, new: int) -> list[bool]:
+    """Check the padding of a forward pass with `new` columns, which is about to begin, for a model
+    whose sliding windows or states count padding after a token as text. States also count padding
+    in a forward pass of one column.
+
+    Args:
+        mask: [B, seen + new], 0 at padding; None if the pass has no padding.
+
+    Returns:
+        `PassGuard.ends_in_padding` after the pass.
+
+    Raises:
+        ValueError: a row has padding between tokens, or a pass of one column has padding.
+    """
+    was_padded = seen and any(guard.ends_in_padding)
+    if mask is None or mask.shape[1] != seen + new:
+        if was_padded:
+            raise ValueError(
+                "the last column that the cache has seen is padding in some row, and no "
+                "attention_mask says what follows. Pass the earlier mask unchanged, followed by "
+                "the mask of the new columns"
+            )
+        return []
+    if not was_padded and bool(mask[:, -new:].all()):
+        return []
+    if guard.has_states and new == 1 and not bool(mask.any(1).all()):
+        raise ValueError(
+            "a forward pass has a single column, and it is padding in some row. This model's "
+            "states would count it as text. Prefill the prompt in one pass, or in larger chunks"
+        )
+    return ends_in_padding(mask)
+
+
+def ends_in_padding(mask: Tensor) -> list[bool]:
+    """Whether each row of a mask [B, N] over all columns ends in padding.
+
+    Raises:
+        ValueError: a row has padding between tokens.
+    """
+    is_token = mask.bool()
+    ends = ~is_token & (is_token.cumsum(1) > 0)
+    behind = is_token & (ends.cumsum(1) > 0)
+    if bool(behind.any()):
+        row = int(behind.any(1).nonzero()[0])
+        raise ValueError(
+            f"row {row} has padding between tokens, and this model's sliding windows or states "
+            'count it as text. Pad on the left (tokenizer.padding_side = "left"), or give each row '
+            "its own cache"
+        )
+    return (~is_token[:, -1]).tolist()
 
 
 @torch.compiler.disable

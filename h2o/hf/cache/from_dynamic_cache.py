@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from h2o.errors import UnsupportedError
-from h2o.hf.cache.padding import ends_in_padding
+from h2o.hf.cache.continuation import ends_in_padding
 from h2o.hf.cache_state import recurrent_states
 from h2o.hf.cache_state.pass_guard import PassGuard
 from h2o.hf.layers.cache_relative_variant import CacheRelativeVariant
@@ -31,13 +31,8 @@ def import_dynamic_cache(
         guard: the guard of the H2OCache.
         attention_mask: [B, n], 0 at padding; None if there is no padding.
 
-    Raises:
-        TypeError: `cache` is not a DynamicCache, or a dtype is not supported.
-        ValueError: the DynamicCache is empty, belongs to another model, or was interrupted in a
-            forward pass. Or the mask has the wrong shape, or padding that sliding windows or states
-            would count as text.
-        UnsupportedError: a layer is neither full nor sliding-window attention, or positions are
-            cache-relative.
+    Raises: as `H2OCache.from_dynamic_cache`. Also UnsupportedError if a layer is neither full nor
+    sliding-window attention, or positions are cache-relative.
     """
     if not isinstance(cache, DynamicCache):
         hint = ". To copy an H2OCache call its fork()" if hasattr(cache, "guard") else ""
@@ -107,12 +102,11 @@ def import_dynamic_cache(
 def _sizes(cache: DynamicCache, layers: list[CacheLayerMixin]) -> tuple[int, int]:
     """Return (B, n), which must agree in all layers except those that attend to images."""
     of_images = {index for index, layer in enumerate(layers) if kind_of(layer) == "cross"}
-    with_keys = [
-        x
+    sizes = [
+        (x.get_seq_length(), len(x.keys) if x.is_initialized else 0)
         for index, x in enumerate(cache.layers)
         if isinstance(x, CacheLayerMixin) and index not in of_images
     ]
-    sizes = [(x.get_seq_length(), len(x.keys) if x.is_initialized else 0) for x in with_keys]
     if not any(columns for columns, _ in sizes):
         raise ValueError(
             "the DynamicCache is empty. Run a forward pass with it first, or use H2OCache(config)"
@@ -136,9 +130,8 @@ def _mask(attention_mask: Any, B: int, n: int) -> Tensor | None:
     """Check an attention mask and return it as [B, n] bool, or None."""
     if attention_mask is None:
         return None
-    mask = attention_mask
-    if not isinstance(mask, Tensor):
-        mask = torch.as_tensor(mask, device="cpu")
+    is_tensor = isinstance(attention_mask, Tensor)
+    mask = attention_mask if is_tensor else torch.as_tensor(attention_mask, device="cpu")
     if mask.shape != (B, n):
         raise ValueError(
             f"attention_mask has shape {list(mask.shape)}, wanted [{B}, {n}]: one row for each row "

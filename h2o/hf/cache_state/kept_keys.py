@@ -76,8 +76,7 @@ class Kept(NamedTuple):
             IndexError: there is no such row or head.
             ValueError: `input_ids` is too short.
         """
-        held = self._scores_by_position(row, head)
-        texts = self._texts(tokenizer, input_ids, row, attention_mask, max(held, default=-1))
+        held, texts = self._held(tokenizer, input_ids, row, head, attention_mask)
         return [
             KeptToken(position, texts[position], sum(by_head.values()), list(by_head))
             for position, by_head in sorted(held.items())
@@ -98,8 +97,7 @@ class Kept(NamedTuple):
         """
         from h2o.utils.draw import shade_text
 
-        held = self._scores_by_position(row, head)
-        texts = self._texts(tokenizer, input_ids, row, attention_mask, max(held, default=-1))
+        held, texts = self._held(tokenizer, input_ids, row, head, attention_mask)
         scores = [sum(held[j].values()) if j in held else 0.0 for j in range(len(texts))]
         return shade_text(
             texts,
@@ -141,8 +139,12 @@ class Kept(NamedTuple):
             parts.append(f"<p>Only the first {ROWS} rows and heads are shown.</p>")
         return '<div style="font:12px monospace">' + "".join(parts) + "</div>"
 
-    def _scores_by_position(self, row: int, head: int | None) -> dict[int, dict[int, float]]:
-        """Scores by position and head."""
+    def _held(
+        self, tokenizer: Any, input_ids: Any, row: int, head: int | None, attention_mask: Any
+    ) -> tuple[dict[int, dict[int, float]], list[str]]:
+        """The scores of a row by position and head, and the text of each token of the row."""
+        from h2o.utils.draw import pieces
+
         positions, scores = self.positions[row].tolist(), self.scores[row].tolist()
         heads = range(len(positions)) if head is None else [range(len(positions))[head]]
         held: dict[int, dict[int, float]] = {}
@@ -150,22 +152,6 @@ class Kept(NamedTuple):
             for position, score in zip(positions[g], scores[g], strict=True):
                 if position >= 0:
                     held.setdefault(position, {})[g] = score
-        return held
-
-    def _matrix(self, row: int) -> Tensor:
-        """Scores by position: float32 [G, highest position + 1] on the CPU, NaN if not held."""
-        positions, scores = self.positions[row].cpu(), _cap_pinned_scores(self.scores[row].cpu())
-        n = int(positions.max()) + 1 if positions.numel() else 0
-        matrix = scores.new_full((len(positions), n + 1), torch.nan)
-        matrix.scatter_(1, positions % (n + 1), scores)  # empty entries go to the last column
-        return matrix[:, :n]
-
-    def _texts(
-        self, tokenizer: Any, input_ids: Any, row: int, attention_mask: Any, last: int
-    ) -> list[str]:
-        """The text of each token of a row."""
-        from h2o.utils.draw import pieces
-
         ids = torch.as_tensor(input_ids, device="cpu")
         ids = ids if ids.ndim == 1 else ids[row]
         if attention_mask is not None:
@@ -176,12 +162,20 @@ class Kept(NamedTuple):
                     f"attention_mask has {len(mask)} columns, more than the {len(ids)} of input_ids"
                 )
             ids = torch.cat([ids[: len(mask)][mask], ids[len(mask) :]])
-        if last >= len(ids):
+        if (last := max(held, default=-1)) >= len(ids):
             raise ValueError(
                 f"input_ids has {len(ids)} tokens in row {row}, but the cache holds position "
                 f"{last}. Pass the ids of everything it has seen, such as generate()'s result"
             )
-        return pieces(tokenizer, ids.tolist())
+        return held, pieces(tokenizer, ids.tolist())
+
+    def _matrix(self, row: int) -> Tensor:
+        """Scores by position: float32 [G, highest position + 1] on the CPU, NaN if not held."""
+        positions, scores = self.positions[row].cpu(), _cap_pinned_scores(self.scores[row].cpu())
+        n = int(positions.max()) + 1 if positions.numel() else 0
+        matrix = scores.new_full((len(positions), n + 1), torch.nan)
+        matrix.scatter_(1, positions % (n + 1), scores)  # empty entries go to the last column
+        return matrix[:, :n]
 
 
 def _cap_pinned_scores(scores: Tensor) -> Tensor:
@@ -203,15 +197,12 @@ def _strip(scores: Tensor) -> str:
     n = len(scores)
     bins = min(n, BINS)
     cells = []
-    edges = [n * i // bins for i in range(bins + 1)]
-    parts = [scores[start:stop] for start, stop in itertools.pairwise(edges)]
-    held = [int((~part.isnan()).sum()) for part in parts]
-    best = shades([float(part.nan_to_num(0).max()) for part in parts])
-    for i, (count, shade) in enumerate(zip(held, best, strict=True)):
+    spans = [*itertools.pairwise(n * i // bins for i in range(bins + 1))]
+    held = [int((~scores[start:stop].isnan()).sum()) for start, stop in spans]
+    best = shades([float(scores[start:stop].nan_to_num(0).max()) for start, stop in spans])
+    for i, ((start, stop), count, shade) in enumerate(zip(spans, held, best, strict=True)):
         if count:
-            where = (
-                str(edges[i]) if edges[i + 1] - edges[i] == 1 else f"{edges[i]}-{edges[i + 1] - 1}"
-            )
+            where = f"{start}" if stop - start == 1 else f"{start}-{stop - 1}"
             color = f"rgb({COLOR}/{0.25 + 0.75 * shade:.2f})"
             cells.append(
                 f'<rect x="{i}" width="1" height="1" style="fill:{color}">'

@@ -41,60 +41,56 @@ class Snapshot(NamedTuple):
         return Snapshot({name: change(x) for name, x in self.tensors.items()}, self.numbers)
 
 
-def take_snapshot(layer: Any) -> Snapshot:
-    """Take the snapshot of a layer of an `H2OCache`, either an `H2OLayer` or transformers' own."""
-    snapshot = take_keys_snapshot(layer)
-    if has_states(layer):
-        snapshot.tensors.update(_add_prefix(_STATES, recurrent_states.tensors_of(layer)))
-        snapshot.numbers["states"] = recurrent_states.numbers_of(layer)
-    return snapshot
+def take_snapshot(layer: Any, *, states: bool = True) -> Snapshot:
+    """Take the snapshot of a layer of an `H2OCache`, either an `H2OLayer` or transformers' own.
 
-
-def take_keys_snapshot(layer: Any) -> Snapshot:
-    """Take the snapshot of a layer without its convolution and recurrent states."""
-    if kind_of(layer) in ("states", "none"):
-        return Snapshot({}, {})
+    `states`: include convolution and recurrent states."""
+    tensors: dict[str, Tensor] = {}
+    numbers: dict[str, Any] = {}
     if kind_of(layer) in ("sliding", "cross"):
-        tensors = {"keys": layer.keys, "values": layer.values} if layer.is_initialized else {}
-        numbers = {"cumulative_length": layer.cumulative_length} if layer.is_sliding else {}
-        return Snapshot(tensors, numbers)
-    tensors = {}
-    if layer.slots is not None:
-        tensors = _add_prefix(_SLOTS, layer.slots._asdict())
-    if layer.trace is not None:
-        trace = {name: getattr(layer.trace, field) for name, field in _TRACE.items()}
-        tensors |= _add_prefix("", trace)
-    numbers = {name: getattr(layer, name) for name in _NUMBERS}
-    return Snapshot(tensors, numbers | {"widest": layer.capacity.widest})
+        if layer.is_initialized:
+            tensors = {"keys": layer.keys, "values": layer.values}
+        if layer.is_sliding:
+            numbers["cumulative_length"] = layer.cumulative_length
+    elif kind_of(layer) == "h2o":
+        if layer.slots is not None:
+            tensors = _add_prefix(_SLOTS, layer.slots._asdict())
+        if layer.trace is not None:
+            trace = {name: getattr(layer.trace, field) for name, field in _TRACE.items()}
+            tensors |= _add_prefix("", trace)
+        numbers = {name: getattr(layer, name) for name in _NUMBERS}
+        numbers["widest"] = layer.capacity.widest
+    if states and has_states(layer):
+        tensors |= _add_prefix(_STATES, recurrent_states.tensors_of(layer))
+        numbers["states"] = recurrent_states.numbers_of(layer)
+    return Snapshot(tensors, numbers)
 
 
-def restore(layer: Any, snapshot: Snapshot) -> None:
+def restore(layer: Any, snapshot: Snapshot, *, states: bool = True) -> None:
     """Restore a result of `take_snapshot` in a layer of the same kind and settings.
 
     The layer uses the tensors without copying them. A layer of transformers' own must be new.
+    `states` is as for `take_snapshot`.
 
     Raises:
         KeyError: a tensor or number is missing.
         TypeError: a tensor is unknown.
     """
-    if has_states(layer):
+    if states and has_states(layer):
         recurrent_states.put(
             layer, _strip_prefix(_STATES, snapshot.tensors), snapshot.numbers["states"]
         )
-    restore_keys(layer, snapshot)
-
-
-def restore_keys(layer: Any, snapshot: Snapshot) -> None:
-    """Restore a result of `take_keys_snapshot`. Convolution and recurrent states do not change."""
-    if kind_of(layer) in ("states", "none"):
-        return
     if kind_of(layer) in ("sliding", "cross"):
         if "keys" in snapshot.tensors:
             layer.update(snapshot.tensors["keys"], snapshot.tensors["values"])
             free_keys_before_window(layer)  # a layer that recorded its last pass had more keys
         if layer.is_sliding:
             layer.cumulative_length = snapshot.numbers["cumulative_length"]
-        return
+    elif kind_of(layer) == "h2o":
+        _restore_slots(layer, snapshot)
+
+
+def _restore_slots(layer: Any, snapshot: Snapshot) -> None:
     layer.empty()
     fields = _strip_prefix(_SLOTS, snapshot.tensors)
     if fields and not layer.variant.has_values:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,13 +47,13 @@ class PassGuard:
         prompt_length: Any = None,
         kinds: Sequence[str] = ("h2o",),
         last: int = 0,
-        has_states: bool = False,
+        with_states: Iterable[int] = (),
     ) -> None:
         """
         Args:
             kinds: the kind of each layer (`h2o.hf.model_traits.layer_kinds`).
             last: the last layer that attends to an earlier layer's keys, or 0.
-            has_states: whether any layer has states.
+            with_states: the layers that have states.
         """
         if prompt_length is not None:
             prompt_length = check_prompt_length(prompt_length)
@@ -77,17 +77,17 @@ class PassGuard:
         """The first and the last layer that use the cache in every forward pass."""
         self.counting = [index for index in storing if kinds[index] != "states"]
         """The layers that know how many columns they have seen."""
-        self.has_states = has_states
-        self.counts_padding = has_states or "sliding" in kinds
+        self.state_accesses = dict.fromkeys(with_states, 0)
+        """How often each layer with states has read or replaced its states in the latest pass. All
+        layers of a model do so equally often, so fewer in the last one mean that the pass was
+        interrupted"""
+        self.has_states = bool(self.state_accesses)
+        self.counts_padding = self.has_states or "sliding" in kinds
         """Whether any layer treats padding that follows a token as text"""
         self.ends_in_padding: list[bool] = []
         """Whether each row's last column was padding. Empty if none was or no layer counts it"""
         self.padding_of_pass: list[bool] | None = None
         """`ends_in_padding` from the end of this pass on; None if the pass does not change it"""
-        self.state_accesses: dict[int, int] = {}
-        """How often each layer has read or replaced its states in the latest pass. All layers of a
-        model do so equally often, so fewer in the last one mean that the pass was interrupted"""
-        self._ends_in_states = kinds[self.last] == "states"
         self.drops_cache_after: float | None = None
         """See `h2o.hf.support.drops_cache_after`"""
         self.rope_deltas = RopeDeltas()
@@ -128,21 +128,21 @@ class PassGuard:
             self.check_thread()
             self.check_keys_arrived()
             self.may_be_transformed = has_transforms()
-            self.state_accesses = {}
+            self.state_accesses = dict.fromkeys(self.state_accesses, 0)
             self._thread = thread
 
     def enter_states(self, layer: int) -> None:
         """Do the same as `enter` before a layer's states change."""
         if layer != self.last:
             self.enter()
-        elif self._ends_in_states:
+        elif self.kinds[layer] == "states":
             self._finish()
         self.count_state_access(layer)
 
     def count_state_access(self, layer: int) -> None:
         """Count that a layer reads or has replaced one of its states."""
         if not torch.compiler.is_compiling():
-            self.state_accesses[layer] = self.state_accesses.get(layer, 0) + 1
+            self.state_accesses[layer] += 1
 
     def layer_done(self, layer: int) -> None:
         """Record that a layer has stored its new keys. The last layer ends the pass."""
@@ -150,12 +150,12 @@ class PassGuard:
         if layer == self.last:
             self._finish()
 
-    def layer_rejected(self, layer: int, *, has_states: bool) -> None:
+    def layer_rejected(self, layer: int) -> None:
         """Record that a layer rejected its new keys and stored nothing.
 
         If it was the first layer, the pass ends, unless its states may have seen the tokens."""
         self.waiting = None
-        if layer == self.first and not has_states:
+        if layer == self.first and layer not in self.state_accesses:
             self.end_pass()
 
     def end_pass(self) -> None:
@@ -205,27 +205,25 @@ class PassGuard:
                 "not support"
             )
 
-    def check_layers_agree(self, columns: list[int], with_states: Sequence[int] = ()) -> None:
+    def check_layers_agree(self, columns: list[int]) -> None:
         """Raise RuntimeError if the last pass was interrupted between two layers.
 
         Then layers have seen different numbers of columns. States have no such number, so for them
         the pass must have ended, and all layers must have used theirs equally often.
 
-        Args:
-            columns: number of columns seen by each layer in `counting`.
-            with_states: the layers that have states.
-        """
+        `columns`: number of columns seen by each layer in `counting`."""
         if columns != columns[:1] * len(columns):
             raise RuntimeError(_disagreement_message(columns))
-        if self.has_states and (self.is_under_way or self.has_missed_states(with_states)):
+        if self.has_states and (self.is_under_way or self.has_missed_states):
             raise RuntimeError(
                 "the last forward pass was interrupted between two layers, and only some of the "
                 "model's states have seen its tokens. Call cache.reset() and start over"
             )
 
-    def has_missed_states(self, with_states: Sequence[int]) -> bool:
+    @property
+    def has_missed_states(self) -> bool:
         """Whether some of the layers with states had fewer accesses to them in the last pass."""
-        return len({self.state_accesses.get(layer, 0) for layer in with_states}) > 1
+        return len(set(self.state_accesses.values())) > 1
 
     def check_angles(self, seen: int, new: int) -> None:
         """Raise ValueError if `new` tokens would change the rotary angles of the `seen` tokens."""
@@ -273,7 +271,7 @@ class PassGuard:
     def reset(self) -> None:
         """Start over as the guard of an empty cache without a known prompt length."""
         self.end_pass()
-        self.state_accesses = {}
+        self.state_accesses = dict.fromkeys(self.state_accesses, 0)
         self.rope_deltas.reset()
         self.text.reset()
         self.prompt_length = None

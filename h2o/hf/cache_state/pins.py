@@ -155,20 +155,6 @@ class Pins:
         """Forget the prompt, but keep the pins that the user gave."""
         self.rows = None
 
-    def as_dict(self) -> dict[str, Any]:
-        """Convert to plain lists and numbers, for JSON."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Pins:
-        """Restore from the output of `as_dict`."""
-        given, rows = fields["given"], fields["rows"]
-        return cls(
-            given if isinstance(given, str) else [merge_spans(row) for row in given],
-            fields["are_columns"],
-            None if rows is None else [merge_spans(row) for row in rows],
-        )
-
 
 def _is_list(x: Any) -> bool:
     return isinstance(x, Sequence) and not isinstance(x, str)

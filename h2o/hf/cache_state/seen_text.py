@@ -37,8 +37,6 @@ class SeenText:
         """[2, B] int64: digest and number of tokens of each row, without the pending passes"""
         self._columns = 0
         """Number of columns seen, including the pending passes"""
-        self._before = 0
-        """Number of columns before the last pass"""
         self._pending: list[tuple[Tensor, Tensor | None]] = []
         """Ids of each pending pass, and a mask that is False at padding (None: no padding)"""
         self._is_known = True
@@ -66,10 +64,9 @@ class SeenText:
         Q = ids.shape[1]
         real = None if mask is None else (mask[:, mask.shape[1] - Q :] != 0).to(ids.device)
         self._pending.append((ids.clone(), real))
-        self._before, self._columns = seen, seen + Q
+        self._columns = seen + Q
         if len(self._pending) > PENDING:
-            self._add(self._pending[:-1])
-            del self._pending[:-1]  # the last pass may yet fail
+            self._fold(self._pending[:-1])  # the last pass may yet fail
 
     def differing_rows(self, ids: Tensor, mask: Tensor | None) -> list[int]:
         """Numbers of the rows in which `ids` [B, n] differ from the text that the cache has seen.
@@ -79,7 +76,7 @@ class SeenText:
         self.drop_failed_pass(n)
         if not self._is_known:
             return []
-        self._fold()
+        self._fold(self._pending)
         if self._totals is None or self._totals.shape[1] != len(ids):
             return []
         real = torch.ones_like(ids) if mask is None else mask[:, :n]
@@ -87,20 +84,30 @@ class SeenText:
         return (found != self._totals[0].to(found.device)).nonzero()[:, 0].tolist()
 
     def drop_failed_pass(self, seen: int) -> None:
-        """Drop the ids of the last pass if it failed. `seen`: number of columns that the cache has
-        really seen. Needed before a method that adds the pending ids to the digest."""
-        if seen != self._columns:
-            self._step_back(seen)
+        """Drop what the last pass added to the `seen` columns that the cache has really seen,
+        because it failed or `H2OCache.crop` removed tokens. The text is unknown from now on if
+        `seen` does not lie in the last pass. Needed before a method that adds the pending ids to
+        the digest."""
+        if seen == self._columns:
+            return
+        before = self._columns - (self._pending[-1][0].shape[1] if self._pending else 0)
+        if not before <= seen < self._columns:
+            self.mark_unknown()
+            return
+        ids, real = self._pending.pop()
+        if left := seen - before:
+            self._pending.append((ids[:, :left], None if real is None else real[:, :left]))
+        self._columns = seen
 
     def change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         """Select or repeat the rows, as `change` does with the first axis of a tensor."""
-        self._fold()
+        self._fold(self._pending)
         if self._totals is not None:
             self._totals = change(self._totals.T).T
 
     def as_dict(self) -> dict[str, Any] | None:
         """Convert the digest for JSON; None if it is unknown."""
-        self._fold()
+        self._fold(self._pending)
         if not self._is_known or self._totals is None:
             return None
         digest, tokens = self._totals.tolist()
@@ -116,25 +123,11 @@ class SeenText:
         totals = [saved["digest"], saved["counts"]]
         self._totals = torch.tensor(totals, dtype=torch.long, device="cpu")
 
-    def _step_back(self, seen: int) -> None:
-        """Drop the columns of the last pass after `seen`, because it failed or `H2OCache.crop`
-        removed them. The text is unknown from now on if `seen` does not lie in the last pass."""
-        if not self._pending or not self._before <= seen < self._columns:
-            self.mark_unknown()
-            return
-        ids, real = self._pending.pop()
-        if left := seen - self._before:
-            self._pending.append((ids[:, :left], None if real is None else real[:, :left]))
-        self._columns = seen
-
-    def _fold(self) -> None:
-        self._add(self._pending)
-        self._pending = []
-
-    def _add(self, passes: list[tuple[Tensor, Tensor | None]]) -> None:
-        """Add passes to the digest in one computation."""
+    def _fold(self, passes: list[tuple[Tensor, Tensor | None]]) -> None:
+        """Add the first pending passes to the digest in one computation."""
         if not passes:
             return
+        self._pending = self._pending[len(passes) :]
         ids = torch.cat([x for x, _ in passes], dim=1)
         real = torch.cat([x == x if mask is None else mask for x, mask in passes], dim=1)
         if self._totals is None:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from h2o import ops
 from h2o.slots import PER_ROW, PER_SLOT, empty_value
-from h2o.spans import PINNED
 
 Budgets = list[list[tuple[int, int]]]
 """(heavy, recent) by row and head. A row has one pair per head, or a single pair for all heads."""
@@ -80,8 +79,7 @@ def sizes(slots: ops.Slots) -> list[int]:
     """Slots per head, or one number if heads have the same. Waits for the device of `starts`."""
     if slots.starts is None:
         return [slots.scores.shape[-1]]
-    each: list[int] = slots.starts.diff().tolist()
-    return each
+    return slots.starts.diff().tolist()
 
 
 def widest_budgets(by_row: Budgets, sinks: int) -> list[int]:
@@ -141,29 +139,10 @@ def gather_held_keys(slots: ops.Slots, sizes: list[int], **fields: float) -> lis
     return ordered
 
 
-def report_fields(slots: ops.Slots, sizes: list[int], sinks: int) -> dict[str, Any]:
-    """Compute the fields of `LayerReport` that depend on the slots."""
-    B, G = slots.next_slot.shape
-    filled = slots.positions >= 0
-    budget = slots.budget if slots.budget.ndim == 3 else slots.budget[:, None].expand(B, G, 2)
-    stored = [0 if x is None else x.numel() * x.element_size() for x in slots]
-    kept = by_head(slots, sizes, "positions", -1) >= 0
-    pinned = kept & (by_head(slots, sizes, "scores") == PINNED)
-    scores = slots.scores[filled]
-    return {
-        "seen": slots.seen_tokens.tolist(),
-        "kept_by_head": kept.sum(-1).tolist(),
-        "pinned_by_head": pinned.sum(-1).tolist(),
-        "budget_by_head": (budget.sum(-1) + sinks).tolist(),
-        "bytes_held": sum(stored[:2]),
-        "bytes_bookkeeping": sum(stored[2:]),
-        "mass_evicted": slots.evicted_score.sum().item(),
-        "mass_kept": scores[scores < PINNED].cpu().double().sum().item(),
-    }
-
-
 def enlarge(slots: ops.Slots, sizes: list[int], larger: list[int]) -> ops.Slots:
     """Copy to more slots. `larger` is the new number per head, or one number for all heads."""
+    if larger == sizes:
+        return slots
     B, G = slots.next_slot.shape
     shape, starts = (B, G, larger[0]), None
     if slots.starts is not None:
@@ -203,11 +182,6 @@ def change_rows(slots: ops.Slots, change: Callable[[Tensor], Tensor]) -> ops.Slo
     return slots._replace(**changed)
 
 
-def rows_like(slots: ops.Slots, rows: int) -> ops.Slots:
-    """Create slots of `rows` rows, each a copy of the first row of `slots`."""
-    return change_rows(slots, lambda x: x[:1].expand(rows, *x.shape[1:]).clone())
-
-
 def row_index(rows: list[int], device: torch.device) -> slice | Tensor:
     """Convert row numbers to an index. Consecutive rows become a slice, which needs no copy to the
     device."""
@@ -220,51 +194,29 @@ def row_index(rows: list[int], device: torch.device) -> slice | Tensor:
 def put_rows(slots: ops.Slots, index: slice | Tensor, source: ops.Slots) -> None:
     """Overwrite the rows `index` of `slots` with those of `source`, which has as many slots."""
     for name in PER_ROW:
-        to, x = getattr(slots, name), getattr(source, name)
-        if (to is None) != (x is None):
-            raise ValueError(f"slots.{name}: the target or the source row has it, but not both")
-        if to is not None:
-            to[index] = x
+        if (to := getattr(slots, name)) is not None:
+            to[index] = getattr(source, name)
 
 
 def row_bytes(slots: ops.Slots, sizes: list[int]) -> int:
     """Bytes of one row, over all tensors, if these slots had the given `sizes`."""
     wanted = sizes[0] * slots.next_slot.shape[1] if slots.starts is None else sum(sizes)
     here = slots.scores[0].numel()
-    total = 0
-    for name in PER_ROW:
-        x = getattr(slots, name)
-        if x is not None:
-            size = x[0].numel() * x.element_size()
-            total += size // here * wanted if name in PER_SLOT else size
-    return total
-
-
-def fill_slots(
-    keys: Tensor, values: Tensor | None, mask: Tensor | None, *, value_weighted: bool
-) -> ops.Slots:
-    """Create slots with an unlimited budget that hold keys and values [B, G, n, D].
-
-    Keys are in ascending order of position, and their scores are 0. Padding, where the mask [B, n]
-    is False, is not stored."""
-    longest = keys.shape[2] if mask is None else int(mask.sum(1).max())
-    slots = ops.new_slots(keys, longest + 1, value_weighted=value_weighted, shared=values is None)
-    scores = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
-    ops.evict(keys, values, scores, slots, mask=mask, value_weighted=value_weighted)
-    return slots
+    fields = {name: getattr(slots, name) for name in PER_ROW}
+    bytes_now = {name: x[0].nbytes for name, x in fields.items() if x is not None}
+    return sum(n // here * wanted if name in PER_SLOT else n for name, n in bytes_now.items())
 
 
 def join_slots_and_tokens(
     slots: ops.Slots, key: Tensor, value: Tensor | None, mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Join slots from `fill_slots` and new tokens [B, G, Q, D] with a mask [B, Q].
+    """Join slots from `BaseLayer.import_keys` and new tokens [B, G, Q, D] with a mask [B, Q].
 
     Returns keys and values [B, G, S + Q, D], and a bool mask [B, S + Q]."""
-    real = mask
-    if real is None:
-        real = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
+    B, _, Q, _ = key.shape
+    real = key.new_ones(B, Q, dtype=torch.bool) if mask is None else mask.bool()
     return (
         torch.cat([slots.keys, key], dim=2),
         None if slots.values is None else torch.cat([slots.values, value], dim=2),
-        torch.cat([slots.positions[:, 0] >= 0, real.bool()], dim=1),
+        torch.cat([slots.positions[:, 0] >= 0, real], dim=1),
     )

@@ -1,22 +1,52 @@
-"""`h2o.compress_document`: reads a document into a cache, for questions that come later."""
+"""`h2o.compress_document`: reads a document into a cache, once or twice, for questions that come
+later.
+
+The keys that a later question needs often get no attention during prefill. With two readings the
+model therefore reads the document a second time, as text to reproduce, with the full cache. To
+reproduce a token it tends to attend to the keys that an answer would need, and the attention that
+each key gets is its score (Kim et al., "KVzip", NeurIPS 2025, arXiv:2505.23416). The cache is then
+cut to its budget once (`h2o.hf.document.cut_cache`).
+
+Shape letters as in `h2o.hf`, and N columns of the document, Q columns of a pass, K tokens of the
+longest row.
+"""
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import Unpack
 
+from h2o import compat
 from h2o.config import H2OConfig, resolve_config
 from h2o.config.fields import ConfigFields, Pinned
+from h2o.errors import UnsupportedError
 from h2o.hf.cache.cache import H2OCache
-from h2o.hf.document.kvzip import REPEAT, forward, read_twice
-from h2o.hf.model_traits.layer_kinds import counts_padding
+from h2o.hf.cache_state import recurrent_states
+from h2o.hf.document.cut_cache import cut_cache
+from h2o.hf.layers.layer import H2OLayer
+from h2o.hf.layers.pass_runners import ScoringRunner
+from h2o.hf.model_traits import tensor_parallel
+from h2o.hf.model_traits.layer_kinds import counts_padding, has_states
 from h2o.hf.model_traits.wrappers import check_no_tuned_prompt, input_device
+from h2o.hf.prompt import prompt_budget
+from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
 from h2o.hf.support import transformers_layers
-from h2o.number_checks import is_integer
+from h2o.number_checks import is_integer, is_number
+from h2o.policy import Policy
+
+REPEAT = "\n\nRepeat the previous context exactly.\n"
+"""The request to repeat the document, in the paper's words."""
+CHUNK = 2048
+"""Columns of the document per forward pass."""
+OVERLAP = 8
+"""Tokens of the previous chunk with which each chunk of the repetition begins."""
 
 
 @torch.no_grad()
@@ -94,6 +124,8 @@ def compress_document(
     for name, value in (("repeat", repeat), ("by_attention", by_attention)):
         if readings == 1 and value is not None:
             raise ValueError(f"{name} needs a second reading: pass readings=2, or leave out {name}")
+    if by_attention is not None and not (is_number(by_attention) and 0 <= by_attention <= 1):
+        raise ValueError(f"by_attention must be a fraction in [0, 1], not {by_attention!r}")
     check_no_tuned_prompt(model, "h2o.compress_document")
     config = resolve_config(h2o_config, parameters, compress_document).for_model(model)
     if not isinstance(input_ids, Tensor):
@@ -109,27 +141,190 @@ def compress_document(
         )
     if input_ids.shape[1] == 0:
         raise ValueError("input_ids has no tokens: the document is empty")
+    if readings == 2 and config.positions != "original":
+        raise UnsupportedError(
+            'positions="cache_relative" does not support a second reading: pass readings=1'
+        )
     device = input_device(model)
     ids, mask = input_ids.to(device), mask.bool().to(device)
-    _check_padding(model.config, mask)
-    progress = progress or (lambda done, columns: None)
-    if readings == 2:
-        return read_twice(
-            model, ids, mask, config, tokenizer=tokenizer, pinned=pinned, progress=progress,
-            repeat=REPEAT if repeat is None else repeat,
-            by_attention=0.5 if by_attention is None else by_attention,
-        )  # fmt: skip
-    cache = H2OCache(model.config, config, pinned=pinned)
-    forward(model, cache, ids, mask, mask[:, :0])
-    progress(ids.shape[1], ids.shape[1])
-    return cache
-
-
-def _check_padding(config: Any, mask: Tensor) -> None:
-    """Raise ValueError for padding that transformers' own layers would count as text."""
     follows = bool((mask[:, :-1] & ~mask[:, 1:]).any())
-    if follows and counts_padding(transformers_layers(config)):
+    if follows and counts_padding(transformers_layers(model.config)):
         raise ValueError(
             "attention_mask has padding after a token, and this model's sliding windows and states "
             'would count it as text: pad on the left (tokenizer.padding_side = "left")'
         )
+    progress = progress or (lambda done, columns: None)
+    if readings == 2:
+        request = _request(REPEAT if repeat is None else repeat, tokenizer)
+        part = 0.5 if by_attention is None else by_attention
+        return _Reader(model, ids, mask, progress).read_twice(config, request, part, pinned)
+    cache = H2OCache(model.config, config, pinned=pinned)
+    _forward(model, cache, ids, mask, mask[:, :0])
+    progress(ids.shape[1], ids.shape[1])
+    return cache
+
+
+def _request(repeat: str | Tensor, tokenizer: Any) -> Tensor:
+    """Token ids [1, n] of the request for the repetition."""
+    if isinstance(repeat, str):
+        if tokenizer is None:
+            raise ValueError(
+                "readings=2 needs the tokenizer: pass tokenizer=, or token ids as repeat="
+            )
+        repeat = tokenizer(repeat, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    return torch.as_tensor(repeat, device="cpu").reshape(1, -1)
+
+
+class _Reader:
+    """Reads and repeats a document, in a cache without a budget."""
+
+    def __init__(
+        self, model: Any, ids: Tensor, mask: Tensor, progress: Callable[[int, int], Any]
+    ) -> None:
+        """ids [B, N], and mask [B, N] bool, False at padding."""
+        self.model, self.ids, self.mask = model, ids, mask
+        self.columns = 2 * ids.shape[1]
+        self.cache = H2OCache(model.config, H2OConfig.full())
+        self.layers = [x for x in self.cache.layers if isinstance(x, H2OLayer)]
+        self.progress = progress
+
+    def read_twice(
+        self, config: H2OConfig, request: Tensor, by_attention: float, pinned: Pinned
+    ) -> H2OCache:
+        """Read and repeat the document. Return a cache cut to the budget; see `compress_document`.
+
+        `request`: token ids [1, n] of the request for the repetition.
+        """
+        empty = H2OCache(self.model.config, config.after_reading, pinned=pinned)
+        lengths, N = self.mask.sum(1).tolist(), self.mask.shape[1]
+        # These three raise before any reading.
+        prompt_budget.begin_pins(empty.guard, lengths, self.mask, N)
+        at_once = [self.tokens_at_once(n, request.shape[1]) for n in lengths]
+        self.check_angles(request)
+        attention = self.document(config.policy)
+        others = _other_layers(self.cache)
+        largest = self.repetition(request.to(self.ids.device), at_once, others)
+        cache = cut_cache(self.cache, empty, config, attention, largest, by_attention)
+        _put_other_layers(cache, others)
+        cache.guard.text.record_ids(self.ids, self.mask, 0)
+        return cache
+
+    def check_angles(self, request: Tensor) -> None:
+        """Raise UnsupportedError if the rotary angles would change between the passes."""
+        N, angles = self.ids.shape[1], LengthDependentRope(self.model)
+        ends = [min(N, begin + CHUNK) for begin in range(0, N, CHUNK)]
+        ends.append(N + request.shape[1] + min(N, CHUNK + OVERLAP))
+        if len({angles.regime(end) for end in ends}) > 1:
+            raise UnsupportedError(
+                f"the rotary angles of this model change within the {ends[-1]} tokens of two "
+                "readings: pass readings=1"
+            )
+        angles.forget()
+
+    def document(self, policy: Policy) -> list[Tensor]:
+        """Read the document, and return each layer's scores [B, G, K] by a policy."""
+        for layer in self.layers:
+            layer.policy = policy._replace(value_weighted=False)
+        N = self.ids.shape[1]
+        for begin in range(0, N, CHUNK):
+            piece = slice(begin, begin + CHUNK)
+            tokens = self.ids[:, piece], self.mask[:, piece]
+            _forward(self.model, self.cache, *tokens, self.mask[:, :begin])
+            self.progress(min(N, begin + CHUNK), self.columns)
+        if any(layer.part != tensor_parallel.WHOLE for layer in self.layers):
+            raise UnsupportedError(
+                "readings=2 does not support a model that is cut over several processes: pass "
+                "readings=1"
+            )
+        return [layer.kept().scores for layer in self.layers]
+
+    def repetition(
+        self, request: Tensor, at_once: list[int], others: dict[int, Any]
+    ) -> list[Tensor]:
+        """Repeat the document, and return the largest attention [B, G, K] that each layer's keys
+        received.
+
+        Args:
+            request: token ids [1, n] of the request for the repetition.
+            at_once: tokens of each row per forward pass. They do not depend on the other rows, so
+                that a row in a batch gives the same scores as the row alone.
+            others: sliding windows and states after the document (`_other_layers`), which are
+                restored after each pass.
+        """
+        for layer in self.layers:
+            layer.policy = Policy(score_by="max")
+            layer.slots.scores.zero_()
+            layer.runner = ScoringRunner()
+        rows = [row[real] for row, real in zip(self.ids, self.mask, strict=True)]
+        passes = max(math.ceil(len(x) / n) for x, n in zip(rows, at_once, strict=True))
+        N = self.ids.shape[1]
+        for number in range(passes):
+            pieces = []
+            for row, n in zip(rows, at_once, strict=True):
+                piece = row[max(0, number * n - OVERLAP) : (number + 1) * n]
+                is_over = number * n >= len(row)
+                pieces.append(row[:0] if is_over else torch.cat([request[0], piece]))
+            # Left padding, between a document and its repetition, would enter windows and states.
+            real = [torch.ones_like(piece, dtype=torch.bool) for piece in pieces]
+            padded = (pad_sequence(x, batch_first=True) for x in (pieces, real))
+            _forward(self.model, self.cache, *padded, self.mask)
+            _put_other_layers(self.cache, others)
+            self.progress(N + min(N, (number + 1) * max(at_once)), self.columns)
+        return [layer.kept().scores for layer in self.layers]
+
+    def tokens_at_once(self, tokens: int, request: int) -> int:
+        """Tokens to repeat per forward pass, for a row of `tokens` tokens. Every pass uses the
+        positions after the document again, and the model has a limited number of positions."""
+        text = self.model.config.get_text_config(decoder=True)
+        positions: int | None = getattr(text, "max_position_embeddings", None)
+        rope = getattr(text, "rope_parameters", None) or {}
+        if positions is None or rope.get("rope_type") == "dynamic":
+            return CHUNK
+        if tokens + request + min(CHUNK + OVERLAP, tokens) <= positions:
+            return CHUNK
+        at_once = positions - tokens - request - OVERLAP
+        if at_once < 1:
+            raise ValueError(
+                f"input_ids has {tokens} tokens, and the model's {positions} positions leave no "
+                f"room to repeat them: pass at most {positions - request - OVERLAP - 1} tokens, or "
+                "readings=1"
+            )
+        return at_once
+
+
+def _other_layers(cache: H2OCache) -> dict[int, Any]:
+    """Copies of sliding windows and states by layer number."""
+    others: dict[int, Any] = {}
+    for index, layer in enumerate(cache.layers):
+        if not isinstance(layer, H2OLayer):
+            others[index] = copy.deepcopy(layer)
+        elif has_states(layer):
+            copies = {name: x.clone() for name, x in recurrent_states.tensors_of(layer).items()}
+            others[index] = copies, recurrent_states.numbers_of(layer)
+    return others
+
+
+def _put_other_layers(cache: H2OCache, others: dict[int, Any]) -> None:
+    """Restore the layers that `_other_layers` copied."""
+    for index, other in copy.deepcopy(others).items():
+        if isinstance(cache.layers[index], H2OLayer):
+            recurrent_states.put(cache.layers[index], *other)
+        else:
+            cache.layers[index] = other
+
+
+def _forward(model: Any, cache: Any, ids: Tensor, mask: Tensor, before: Tensor) -> None:
+    """Run the model on ids [B, Q] with a mask [B, Q], without computing logits. The cache has seen
+    the columns of the mask `before` [B, n]."""
+    model = model.base_model
+    more = {}
+    if compat.accepts(model.forward, "position_ids"):
+        positions = before.sum(1, keepdim=True) + mask.cumsum(1) - 1
+        more["position_ids"] = positions.clamp(min=0)
+    model(
+        ids,
+        attention_mask=torch.cat([before, mask], 1),
+        use_cache=True,
+        **compat.with_cache(cache),
+        **more,
+    )

@@ -5,9 +5,6 @@ Shape letters as in `h2o.hf`, and K tokens of the longest row.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
 from torch import Tensor
 
 from h2o import ops
@@ -16,16 +13,19 @@ from h2o.hf.cache.cache import H2OCache
 from h2o.hf.cache_state import slot_layout
 from h2o.hf.cache_state.pins import Pins
 from h2o.hf.cache_state.slot_layout import Budgets
+from h2o.hf.cache_state.trace import find_evicted
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.prompt.cross_head_budget import (
+    Prompt,
     add_slots,
     allocate_slots,
     each_head,
     positions_in,
     reserve_for_heads,
 )
+from h2o.hf.prompt.prompt_budget import PromptBudget
 from h2o.policy import Policy
 
 RECENT = 4
@@ -79,16 +79,16 @@ def cut_cache(
     ]
     first, kept, spare, wanted = [], [], [], []
     for (source, layer), scores in zip(layers, attention, strict=True):
-        held = _Held.of(source)
-        budgets = _budgets_of(layer, source, held.mask)
+        keys, values, mask = _held_tokens(source)
+        budgets = _budgets_of(layer, source, mask)
         own = [n and n + LATER_RECENT - RECENT for n in pins.counts(len(budgets), config.sinks)]
         first_budget, left = reserve_for_heads(
             budgets, config.sinks, layer.plan.floor, own, by_attention, RECENT
         )
         wanted.append(budgets)
         first.append(first_budget)
-        scores = _with_pins(pins, held.mask, scores)
-        kept.append(_keys_to_keep(held, scores, config.policy, first_budget))
+        scores = _with_pins(pins, mask, scores)
+        kept.append(_keys_to_keep(keys, values, mask, scores, config.policy, first_budget))
         spare.append(left)
     if not layers:
         return cache
@@ -99,9 +99,14 @@ def cut_cache(
     ):
         budget = add_slots(first_budget, counts)
         # Scores are at most 1, so adding 2 ranks the keys chosen by `attention` above all others.
-        held = _Held.of(source)
-        ranks = _with_pins(pins, held.mask, scores + 2 * chosen)
-        layer.set_prompt(*held, ranks, budget, source)
+        keys, values, mask = _held_tokens(source)
+        ranks = _with_pins(pins, mask, scores + 2 * chosen)
+        layer.row_size = source.row_size
+        prompt = Prompt(
+            keys, values, mask, ranks, echo=None, counts=[mask.shape[1]], columns=source.seen,
+            column_mask=None, budget=PromptBudget(budget, []),
+        )  # fmt: skip
+        layer.store(prompt, budget)
         layer.slots.scores.sub_(2 * (layer.slots.scores >= 2))
         slot_layout.put_budgets(layer.slots, _later(budget, budgets))
         source.empty()
@@ -112,21 +117,12 @@ def _with_pins(pins: Pins, mask: Tensor, scores: Tensor) -> Tensor:
     return pins.score(scores, positions_in(mask, scores)[0])
 
 
-class _Held(NamedTuple):
-    """All tokens that a layer holds, by ascending position."""
-
-    keys: Tensor
-    """[B, G, K, D]"""
-    values: Tensor | None
-    """[B, G, K, D]; None if the keys are also the values"""
-    mask: Tensor
-    """[B, K] bool, False after the last token of a row"""
-
-    @classmethod
-    def of(cls, layer: H2OLayer) -> _Held:
-        fields = {"positions": -1.0, **dict.fromkeys(layer.row_fields, 0.0)}
-        positions, *rows = slot_layout.gather_held_keys(layer.slots, layer.capacity.sizes, **fields)
-        return cls(rows[0], rows[1] if layer.variant.has_values else None, positions[:, 0] >= 0)
+def _held_tokens(layer: H2OLayer) -> tuple[Tensor, Tensor | None, Tensor]:
+    """All tokens that a layer holds, by ascending position: keys and values [B, G, K, D], and a
+    mask [B, K] bool, False after the last token of a row. No values if the keys are also those."""
+    fields = {"positions": -1.0, **dict.fromkeys(layer.row_fields, 0.0)}
+    positions, *rows = slot_layout.gather_held_keys(layer.slots, layer.capacity.sizes, **fields)
+    return rows[0], rows[1] if layer.variant.has_values else None, positions[:, 0] >= 0
 
 
 def _budgets_of(layer: H2OLayer, source: H2OLayer, mask: Tensor) -> Budgets:
@@ -152,15 +148,15 @@ def _later(budgets: Budgets, wanted: Budgets) -> Budgets:
     return later
 
 
-def _keys_to_keep(held: _Held, scores: Tensor, policy: Policy, budgets: Budgets) -> Tensor:
+def _keys_to_keep(
+    keys: Tensor, values: Tensor | None, mask: Tensor, scores: Tensor, policy: Policy,
+    budgets: Budgets,
+) -> Tensor:  # fmt: skip
     """Whether eviction by a policy keeps a key, [B, G, K] bool; also True at padding."""
-    keys, values, mask = held
     widest = slot_layout.widest_budgets(budgets, policy.sinks)
     sizes = slot_layout.capacities(widest, keys.shape[2])
     slots = slot_layout.create_slots(
         keys, sizes, budgets, value_weighted=policy.value_weighted, shared=values is None
     )
     ops.evict(keys, values, scores, slots, mask=mask, policy=policy)
-    positions = slot_layout.by_head(slots, sizes, "positions", -1).long()
-    kept = scores.new_zeros(*scores.shape[:2], 1 + scores.shape[2], dtype=torch.bool)
-    return kept.scatter_(2, positions + 1, True)[..., 1:] | ~mask[:, None]
+    return ~find_evicted(slots, sizes, keys.shape[2])

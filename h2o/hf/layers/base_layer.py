@@ -16,43 +16,80 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from h2o import ops
-from h2o.config import H2OConfig
+from h2o.config.layer_plan import LayerPlan
 from h2o.hf.cache_state import slot_layout
 from h2o.hf.cache_state.kept_keys import Kept
 from h2o.hf.cache_state.pass_guard import PassGuard
 from h2o.hf.cache_state.report import LayerReport
 from h2o.hf.cache_state.slot_layout import Capacity
 from h2o.hf.cache_state.trace import Trace
+from h2o.hf.layers.pass_runners import EagerRunner
+from h2o.hf.layers.plain_variant import PlainVariant
+from h2o.hf.model_traits import tensor_parallel
+from h2o.hf.prompt.scorers import AttentionScorer
 from h2o.quantization import dequantize
+from h2o.spans import PINNED
 
 
 class BaseLayer(CacheLayerMixin):
-    """Slots and counts of an `H2OLayer`, without its forward pass."""
+    """Slots and counts of an `H2OLayer`, without its forward pass.
+
+    Three objects define how layers differ. The layer passes itself to their methods:
+
+    - `variant` of attention: what a slot holds for each token, and how attention uses it
+      (`h2o.hf.layers.plain_variant`).
+    - `scorer`: how keys are scored (`h2o.hf.prompt.scorers`).
+    - `runner`: how a pass after the prompt runs (`h2o.hf.layers.pass_runners`).
+
+    Args:
+        plan: the layer's budgets, and the config of all layers.
+        guard: shared by all layers of a cache.
+        trace: whether to record when each key is evicted.
+    """
 
     kind = "h2o"
     is_sliding = False
     supports_early_init = False
+    record_past = False
+    """Whether passes are recorded, so that `H2OCache.crop` can remove tokens of the last one. The
+    name is transformers'."""
 
-    config: H2OConfig
-    layer_idx: int
-    guard: PassGuard
-    variant: Any
-    scorer: Any
-    runner: Any
-    columns: Any
-    """Columns seen: an int, or a tensor that captured steps change in place"""
-    has_trace: bool
+    def __init__(
+        self,
+        plan: LayerPlan,
+        guard: PassGuard | None = None,
+        *,
+        variant: PlainVariant | None = None,
+        scorer: AttentionScorer | None = None,
+        runner: EagerRunner | None = None,
+        trace: bool = False,
+    ) -> None:
+        super().__init__()
+        self.plan, self.config, self.policy = plan, plan.config, plan.policy
+        self.layer_idx = plan.layer
+        self.guard = guard or PassGuard()
+        self.variant: Any = variant or PlainVariant()
+        self.scorer: Any = scorer or AttentionScorer()
+        self.runner: Any = runner or EagerRunner()
+        self.columns = self.runner.initial_columns()
+        """Columns seen: an int, or a tensor that captured steps change in place"""
+        self.trace = Trace() if trace else None
+        self.part = tensor_parallel.WHOLE  # the part of the model's heads in this process
+        self.empty()
 
     def import_keys(self, keys: Tensor, values: Tensor | None, mask: Tensor | None) -> None:
         """Store keys and values [B, G, n, D] of another cache, except padding (mask [B, n]).
 
-        The next forward pass scores them and evicts down to the budget."""
+        The slots hold them in ascending order of position. Their scores are 0, and the budget is
+        unlimited, until the next forward pass scores them and evicts down to the budget."""
         keys, values = self.variant.rows(self, keys, values)
         self.row_size = keys.shape[-1], keys.element_size()
-        slots = slot_layout.fill_slots(
-            keys, values, mask, value_weighted=self.config.value_weighted
-        )
-        self.set_slots(slots, Capacity(self.capacity.widest, slot_layout.sizes(slots)))
+        size = 1 + (keys.shape[2] if mask is None else int(mask.sum(1).max()))
+        kind = {"value_weighted": self.config.value_weighted}
+        slots = ops.new_slots(keys, size, shared=values is None, **kind)
+        scores = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
+        ops.evict(keys, values, scores, slots, mask=mask, **kind)
+        self.set_slots(slots, Capacity(self.capacity.widest, [size]))
         self.unscored = True
         self.count(keys.shape[2], mask)
 
@@ -66,25 +103,21 @@ class BaseLayer(CacheLayerMixin):
             source: a layer with the same settings. Its tensors are copied.
             source_rows: numbers of the rows to copy, as many as `rows`.
             longest: number of tokens that the longest of all rows has seen.
-
-        Raises:
-            ValueError: the source has another kind of slots.
         """
         if self.slots is None:
             self.row_size, self.seen = source.row_size, source.seen
-            self.set_slots(slot_layout.rows_like(source.slots, B), source.capacity)
+            copies = slot_layout.change_rows(
+                source.slots, lambda x: x[:1].expand(B, *x.shape[1:]).clone()
+            )
+            self.set_slots(copies, source.capacity)
         capacity, others = self.capacity, source.capacity
         widest = list(map(max, capacity.widest, others.widest))
         needed = self.runner.capacities(widest, longest)
         sizes = list(map(max, needed, capacity.sizes, others.sizes))
-        slots = self.slots
-        if sizes != capacity.sizes:
-            slots = slot_layout.enlarge(slots, capacity.sizes, sizes)
+        slots = slot_layout.enlarge(self.slots, capacity.sizes, sizes)
         to, index = (slot_layout.row_index(x, slots.keys.device) for x in (rows, source_rows))
         joining = slot_layout.change_rows(source.slots, lambda x: x[index])
-        if sizes != others.sizes:
-            joining = slot_layout.enlarge(joining, others.sizes, sizes)
-        slot_layout.put_rows(slots, to, joining)
+        slot_layout.put_rows(slots, to, slot_layout.enlarge(joining, others.sizes, sizes))
         self.set_slots(slots, Capacity(widest, sizes))
         self.longest = longest
 
@@ -195,6 +228,20 @@ class BaseLayer(CacheLayerMixin):
 
     get_max_cache_shape = get_max_length  # the method's name before transformers 5.16
 
+    @property
+    def is_croppable(self) -> bool:
+        """Whether tokens of the last pass can be removed. transformers asks before it drafts."""
+        return self.record_past
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `generate()` may compile the decode steps. False while passes are recorded."""
+        return self.runner.is_compileable and not self.record_past
+
+    def activate_past_recording(self) -> None:
+        """See `H2OCache.activate_past_recording`."""
+        self.record_past = True
+
     def empty(self) -> None:
         """Empty the slots. Convolution and recurrent states are not touched."""
         self.set_slots(None, slot_layout.NO_CAPACITY)
@@ -206,8 +253,8 @@ class BaseLayer(CacheLayerMixin):
         self.raised = False  # whether a budget below one token was rounded up to one
         self.floored = False  # whether a head may keep `min_tokens` keys, more than its fraction
         self.waits_for_pins = False  # whether some pinned tokens have not arrived yet
-        self.trace = Trace() if self.has_trace else None
-        self.last: Any = None  # the last forward pass, if passes are recorded
+        self.trace = None if self.trace is None else Trace()
+        self.last: Any = None  # the result of `record_pass` for the last pass, if it was recorded
         self.guard.waiting = self.guard.prompt_counts = self.guard.chunked_lengths = None
 
     def change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -262,10 +309,7 @@ class BaseLayer(CacheLayerMixin):
     def _unpack_rows(self, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Convert rows of slots to the model's keys and values."""
         D, _ = self.row_size
-        read: tuple[Tensor, Tensor] = self.variant.unpack_rows(
-            *(dequantize(rows[i], D) for i in (0, -1))
-        )
-        return read
+        return self.variant.unpack_rows(*(dequantize(rows[i], D) for i in (0, -1)))
 
     @property
     def token_size(self) -> tuple[int, int, int]:
@@ -276,17 +320,32 @@ class BaseLayer(CacheLayerMixin):
         """Report on this layer; see `h2o.hf.cache_state.report`."""
         if self.slots is None:
             return LayerReport(self.layer_idx, "h2o")
-        figures = slot_layout.report_fields(self.slots, self.capacity.sizes, self.config.sinks)
-        if not self.scorer.uses_attention:
-            figures |= {"mass_evicted": math.nan, "mass_kept": math.nan}
+        slots, sizes = self.slots, self.capacity.sizes
+        B, G = slots.next_slot.shape
+        budget = slots.budget if slots.budget.ndim == 3 else slots.budget[:, None].expand(B, G, 2)
+        stored = [0 if x is None else x.nbytes for x in slots]
+        kept = slot_layout.by_head(slots, sizes, "positions", -1) >= 0
+        pinned = kept & (slot_layout.by_head(slots, sizes, "scores") == PINNED)
+        mass_evicted = mass_kept = math.nan
+        if self.scorer.uses_attention:
+            scores = slots.scores[slots.positions >= 0]
+            mass_evicted = slots.evicted_score.sum().item()
+            mass_kept = scores[scores < PINNED].cpu().double().sum().item()
         return LayerReport(
             layer=self.layer_idx,
             kind="h2o",
-            bytes_full=self.seen * self.slots.next_slot.numel() * math.prod(self.token_size),
+            seen=slots.seen_tokens.tolist(),
+            kept_by_head=kept.sum(-1).tolist(),
+            pinned_by_head=pinned.sum(-1).tolist(),
+            budget_by_head=(budget.sum(-1) + self.config.sinks).tolist(),
+            bytes_held=sum(stored[:2]),
+            bytes_full=self.seen * B * G * math.prod(self.token_size),
+            bytes_bookkeeping=sum(stored[2:]),
+            mass_evicted=mass_evicted,
+            mass_kept=mass_kept,
             raised=self.raised,
             floored=self.floored,
             unscored=self.unscored,
-            **figures,
         )
 
 

@@ -11,7 +11,7 @@ of a value.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,14 +26,6 @@ from h2o.hf.model_traits.tagged_tensor import TaggedTensor, plain
 
 MANY = 32
 """Number of query heads from which on `attend` (a matrix product) and `evict` outrun `step`."""
-
-
-class _Pass(NamedTuple):
-    """State of the forward pass under way, in addition to its tokens."""
-
-    expansion: Expansion
-    expanded: tuple[Tensor, Tensor, Tensor] | None
-    """Queries [B, H, Q, D], keys [B, H, Q, D] and values [B, H, Q, V] of a prompt"""
 
 
 class LatentVariant(PlainVariant):
@@ -77,7 +69,7 @@ class LatentVariant(PlainVariant):
                 "h2o does not quantize the latents of a model that is split over processes. Leave "
                 "out kv_dtype"
             )
-        if self._rows is None or self._rows.shape[2] != query.shape[2]:
+        if self._rows.shape[2] != query.shape[2]:
             raise RuntimeError(
                 f"attention of layer {layer.layer_idx} got other keys than its H2OCache. An "
                 "H2OCache does not support repeated forward passes: switch gradient checkpointing "
@@ -87,7 +79,9 @@ class LatentVariant(PlainVariant):
         rows = self._rows.to(query.dtype)
         is_prompt = layer.slots is None
         expansion = Expansion.of(call.module, query, value, rows, self.latent, fresh=is_prompt)
-        self._pass = _Pass(expansion, (query, plain(key), plain(value)) if is_prompt else None)
+        self._expansion = expansion
+        if is_prompt:
+            self._expanded = query, plain(key), plain(value)
         if not is_prompt or layer.record_past:  # `crop` may repeat the prompt, over its rows
             query = expansion.queries(query)
         tokens = super().tokens(layer, query, rows, rows, call)
@@ -101,8 +95,8 @@ class LatentVariant(PlainVariant):
         if self._mesh is not None and self._mesh.get_local_rank() > 0:
             for x in held:  # already summed over all heads; counted once, by the first process
                 x.zero_()
-        if self._pass is not None and self._pass.expanded is not None:
-            out, scores = _expanded_attention(layer, *self._pass.expanded, tokens)
+        if self._expanded is not None:
+            out, scores = _expanded_attention(layer, *self._expanded, tokens)
         else:
             out, scores = super().attention(layer, tokens, slots)
             out = self._expand_output(out)
@@ -118,17 +112,18 @@ class LatentVariant(PlainVariant):
         # A quantized row must be attended to as it is stored, which only `ops.step` does.
         many = tokens.query.shape[1] >= MANY and layer.config.kv_dtype is None
         if many or self._mesh is not None:
-            attended: Tensor = layer.attend_and_evict(tokens, slots)
-            return attended
+            return layer.attend_and_evict(tokens, slots)
         return self._expand_output(super().step(layer, tokens, slots, None, **rotary))
 
     def _expand_output(self, out: Tensor) -> Tensor:
         """Convert output over rows to output over values, except when `crop` repeats a pass."""
-        return out if self._pass is None else self._pass.expansion.expand_output(out)
+        return out if self._expansion is None else self._expansion.expand_output(out)
 
     def end_call(self) -> None:
-        self._pass: _Pass | None = None
         self._rows: Tensor | None = None
+        self._expansion: Expansion | None = None
+        self._expanded: tuple[Tensor, Tensor, Tensor] | None = None
+        """Queries [B, H, Q, D], keys [B, H, Q, D] and values [B, H, Q, V] of a prompt"""
 
     forget = end_call
 

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from h2o import ops
 from h2o.compat import StatesAndKeysLayer, StatesLayer
-from h2o.config import H2OConfig
-from h2o.config.layer_plan import LayerPlan
 from h2o.hf.attention.attention_call import (
     AttentionCall,
     NewTokens,
@@ -29,61 +27,23 @@ from h2o.hf.attention.attention_call import (
     evict_after,
     round_like_slots,
 )
-from h2o.hf.cache_state import recurrent_states, slot_layout
+from h2o.hf.cache_state import slot_layout
 from h2o.hf.cache_state.layer_snapshot import restore, take_snapshot
-from h2o.hf.cache_state.pass_guard import WITHOUT_CACHE, PassGuard
+from h2o.hf.cache_state.pass_guard import WITHOUT_CACHE
 from h2o.hf.cache_state.slot_layout import Budgets, Capacity
 from h2o.hf.layers.base_layer import BaseLayer
-from h2o.hf.layers.crop import CroppableLayer, LastPass
-from h2o.hf.layers.pass_runners import EagerRunner
-from h2o.hf.layers.plain_variant import PlainVariant
+from h2o.hf.layers.crop import record_pass
 from h2o.hf.model_traits import tensor_parallel
-from h2o.hf.model_traits.layer_kinds import has_states
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.prompt.cross_head_budget import Prompt, positions_in
-from h2o.hf.prompt.scorers import AttentionScorer
 from h2o.quantization import warn_of_coarse_keys
 
 
-class H2OLayer(CroppableLayer):
+class H2OLayer(BaseLayer):
     """The cache of one layer, with at most k = sinks + heavy + recent keys per row and head.
 
-    Three objects define how layers differ. The layer passes itself to their methods:
-
-    - `variant` of attention: what a slot holds for each token, and how attention uses it
-      (`h2o.hf.layers.plain_variant`).
-    - `scorer`: how keys are scored (`h2o.hf.prompt.scorers`).
-    - `runner`: how a pass after the prompt runs (`h2o.hf.layers.pass_runners`).
-
-    Args:
-        plan: the layer's budgets, and the config of all layers.
-        guard: shared by all layers of a cache.
-        trace: whether to record when each key is evicted.
+    `BaseLayer` has the arguments, and what the layer holds between passes.
     """
-
-    def __init__(
-        self,
-        plan: LayerPlan | None = None,
-        guard: PassGuard | None = None,
-        *,
-        variant: PlainVariant | None = None,
-        scorer: AttentionScorer | None = None,
-        runner: EagerRunner | None = None,
-        trace: bool = False,
-    ) -> None:
-        super().__init__()
-        self.plan = plan or LayerPlan.of(H2OConfig(), 0, 1)
-        self.config: H2OConfig = self.plan.config
-        self.layer_idx = self.plan.layer
-        self.guard = guard or PassGuard()
-        self.policy = self.plan.policy
-        self.variant = variant or PlainVariant()
-        self.scorer = scorer or AttentionScorer()
-        self.runner = runner or EagerRunner()
-        self.columns = self.runner.initial_columns()
-        self.has_trace = trace
-        self.part = tensor_parallel.WHOLE  # the part of the model's heads in this process
-        self.empty()
 
     # ---- One forward pass: update, then attend -----------------------------------------------
 
@@ -150,6 +110,12 @@ class H2OLayer(CroppableLayer):
             self.variant.end_call()
 
     def _attend(self, call: AttentionCall) -> Tensor:
+        if self.guard.waiting != self.layer_idx:
+            raise RuntimeError(
+                f"attention of layer {self.layer_idx} ran twice for the same keys. An H2OCache "
+                "does not support repeated forward passes: switch gradient checkpointing off"
+            )
+        seen = None if self.trace is None else self.seen
         try:
             call.check()
             # Some models do not pass use_cache on to their layers, where it defaults to False. It
@@ -171,21 +137,11 @@ class H2OLayer(CroppableLayer):
                 stored = self.slots.keys.dtype
                 if stored != dtype:  # autocast was switched on or off since the keys were stored
                     tokens = tokens.to(stored)
-        except Exception:
-            self.guard.layer_rejected(self.layer_idx, has_states=has_states(self))
-            raise
-        if self.guard.waiting != self.layer_idx:
-            raise RuntimeError(
-                f"attention of layer {self.layer_idx} ran twice for the same keys. An H2OCache "
-                "does not support repeated forward passes: switch gradient checkpointing off"
-            )
-        last = LastPass.of(self, tokens) if self.record_past else None
-        seen = None if self.trace is None else self.seen
-        try:
+            last = record_pass(self, tokens) if self.record_past else None
             out = self.forward(tokens)
         except Exception:
             if self.trace is None or seen == self.seen:
-                self.guard.layer_rejected(self.layer_idx, has_states=has_states(self))
+                self.guard.layer_rejected(self.layer_idx)
             raise  # keys stored but missing from the trace: treat the pass as interrupted
         self.last = last
         self.guard.layer_done(self.layer_idx)
@@ -211,22 +167,17 @@ class H2OLayer(CroppableLayer):
         scores_before = None if unscored is None else unscored.scores.clone()
         try:
             out, scores = self.attention(tokens, unscored)
-            echo = None
+            keys, values, mask, echo = tokens.key, tokens.value, tokens.mask, None
             if unscored is None:
                 scores, echo = self.scorer.after_prompt(tokens, scores)
                 if self.config.kv_dtype is not None:
-                    warn_of_coarse_keys(tokens.query, tokens.key, tokens.scale)
-            prompt = Prompt(
-                tokens.key, tokens.value, tokens.mask, scores, echo, counts, Q, tokens.mask,
-                budget,
-            )  # fmt: skip
-            if unscored is not None:
-                keys, values, mask = slot_layout.join_slots_and_tokens(unscored, *prompt[:3])
+                    warn_of_coarse_keys(tokens.query, keys, tokens.scale)
+            else:
+                keys, values, mask = slot_layout.join_slots_and_tokens(unscored, keys, values, mask)
                 scores = torch.cat([unscored.scores, scores], dim=2)
-                prompt = prompt._replace(keys=keys, values=values, mask=mask, scores=scores)
             if guard.pins.rows is not None:
-                positions, _ = positions_in(prompt.mask, prompt.scores)
-                prompt = prompt._replace(scores=guard.pins.score(prompt.scores, positions))
+                scores = guard.pins.score(scores, positions_in(mask, scores)[0])
+            prompt = Prompt(keys, values, mask, scores, echo, counts, Q, tokens.mask, budget)
             self.scorer.store(self, prompt)
         except Exception:  # `attend` has changed nothing but the scores
             if unscored is not None:
@@ -238,8 +189,17 @@ class H2OLayer(CroppableLayer):
 
     def store(self, prompt: Prompt, by_row: Budgets) -> None:
         """Store the keys of a prompt that fit the budgets. `by_row`: see `Budgets`."""
-        tensors = prompt.keys, prompt.values, prompt.mask, prompt.scores
-        self._keep(*tensors, by_row, max(prompt.counts))
+        widest, tokens = slot_layout.widest_budgets(by_row, self.config.sinks), max(prompt.counts)
+        capacity = Capacity(widest, self.runner.capacities(widest, tokens))
+        slots = slot_layout.create_slots(
+            prompt.keys, capacity.sizes, by_row, value_weighted=self.config.value_weighted,
+            kv_dtype=self.config.kv_dtype, shared=not self.variant.has_values,
+        )  # fmt: skip
+        ops.evict(
+            prompt.keys, prompt.values, prompt.scores, slots, mask=prompt.mask, policy=self.policy
+        )
+        self.set_slots(slots, capacity)
+        self.longest = tokens
         self.raised, self.floored = prompt.budget.raised, prompt.budget.floored
         self.unscored = False
         self.waits_for_pins = self.guard.pins.rows is not None
@@ -268,35 +228,6 @@ class H2OLayer(CroppableLayer):
 
         return evict_after(attend, tokens, slots, self.policy)
 
-    # ---- Slots for a prompt -------------------------------------------------------------------
-
-    def set_prompt(
-        self, keys: Tensor, values: Tensor | None, mask: Tensor, scores: Tensor,
-        by_row: Budgets, source: BaseLayer,
-    ) -> None:  # fmt: skip
-        """Become what a prompt with these keys and values [B, G, K, D], mask [B, K], scores
-        [B, G, K] and budgets would leave. `source` is the layer that processed the prompt."""
-        self._keep(keys, values, mask, scores, by_row, keys.shape[2])
-        self.row_size, self.seen = source.row_size, source.seen
-        self.prompt_columns = source.seen
-        self.waits_for_pins = self.guard.pins.rows is not None
-        self.count(0, None)
-
-    def _keep(
-        self, keys: Tensor, values: Tensor | None, mask: Tensor | None, scores: Tensor,
-        by_row: Budgets, tokens: int,
-    ) -> None:  # fmt: skip
-        """Create slots with the keys that fit the budgets. No row has more than `tokens` tokens."""
-        widest = slot_layout.widest_budgets(by_row, self.config.sinks)
-        capacity = Capacity(widest, self.runner.capacities(widest, tokens))
-        slots = slot_layout.create_slots(
-            keys, capacity.sizes, by_row, value_weighted=self.config.value_weighted,
-            kv_dtype=self.config.kv_dtype, shared=not self.variant.has_values,
-        )  # fmt: skip
-        ops.evict(keys, values, scores, slots, mask=mask, policy=self.policy)
-        self.set_slots(slots, capacity)
-        self.longest = tokens
-
     def reset(self) -> None:
         """Empty the layer and free its memory."""
         self.empty()
@@ -317,18 +248,7 @@ class H2OLayerWithStates(H2OLayer, StatesAndKeysLayer):
         if states:
             StatesLayer.lazy_initialization(self, **states)
 
-    def reset(self) -> None:
-        """Empty the slots and the states."""
-        super().reset()
-        recurrent_states.forget(self)
-
     @property
     def is_croppable(self) -> bool:
         """Whether `crop` is possible. Recurrent states, sums over all tokens, prevent it."""
         return super().is_croppable and not any(self.is_recurrent_states_initialized.values())
-
-    def crop(self, tokens: int) -> None:
-        """See `H2OCache.crop`."""
-        super().crop(tokens)
-        if self.record_past and self.seen:
-            StatesLayer.crop(self, tokens)

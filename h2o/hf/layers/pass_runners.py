@@ -87,8 +87,7 @@ class ScoringRunner(EagerRunner):
 
     def step(self, layer: Any, tokens: NewTokens) -> Tensor:
         """Return the output of the new tokens, which attend to the slots and to each other."""
-        out: Tensor = layer.attention(tokens, layer.slots)[0]
-        return out
+        return layer.attention(tokens, layer.slots)[0]
 
     chunk = step
 
@@ -211,8 +210,7 @@ _TYPES = {int: "int", OperationScore: "str", float: "float", bool: "bool", float
 
 def _step(query: Tensor, key: Tensor, value: Tensor, *records: Any, **more: Any) -> Tensor:
     slots, policy = _records(records)
-    out: Tensor = ops.step(query, key, value, slots, policy=policy, **more)
-    return out
+    return ops.step(query, key, value, slots, policy=policy, **more)
 
 
 def _chunk(query: Tensor, key: Tensor, value: Tensor, *records: Any, **more: Any) -> Tensor:

@@ -71,14 +71,9 @@ class PlainVariant:
         self, layer: Any, tokens: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: Any
     ) -> Tensor:
         """Store one token and return its output [B, 1, H, D], which may be written to `out`."""
-        step: Tensor = ops.step(
+        return ops.step(
             *tokens[:3], slots, out=out, policy=layer.policy, **tokens.options, **rotary
         )
-        return step
-
-    def attend_later(self, layer: Any, call: AttentionCall) -> Tensor:
-        """Output [B, Q, H, D] of a later layer in `reused_by`."""
-        raise NotImplementedError
 
     # ---- Between passes ----------------------------------------------------------------------
 

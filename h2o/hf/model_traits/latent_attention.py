@@ -16,16 +16,18 @@ rotated, C elements that are not, V elements of a value. A row has L + P element
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from h2o import compat
+from h2o.compat_wrappers import is_offloaded
 from h2o.errors import UnsupportedError
 from h2o.hf.model_traits import tensor_parallel
-from h2o.hf.model_traits.effective_weight import apply_to_weight
 from h2o.hf.model_traits.tagged_tensor import TaggedTensor, plain
 
 
@@ -58,31 +60,40 @@ class Expansion(NamedTuple):
     ) -> Expansion:  # fmt: skip
         """Split `kv_b_proj` for queries [B, H, Q, C + P], values [..., V] and rows [..., L + P].
 
-        `fresh`: split the weight of a plain linear module again instead of using the remembered
-        matrices.
+        The matrices are remembered together with everything that the weight depends on, and split
+        again if any of it has changed. Writes through a parameter's `.data` go unnoticed, except in
+        a plain linear module with `fresh`, which is always split again.
 
         Raises:
             UnsupportedError: `kv_b_proj` has a bias or an unexpected shape.
         """
         H, width = query.shape[1], query.shape[-1]
         C, V = width - (row.shape[-1] - L), value.shape[-1]
-        bias = getattr(module.kv_b_proj, "bias", None)
+        linear = module.kv_b_proj
+        bias = getattr(linear, "bias", None)
         if (bias() if callable(bias) else bias) is not None:  # torch.ao's layers have a method
             raise UnsupportedError("h2o attention does not support a kv_b_proj with a bias")
-
-        def split(weight: Tensor, remembered: bool) -> Expansion:
-            if weight.shape != (H * (C + V), L):
-                raise UnsupportedError(
-                    f"h2o attention ({type(module).__name__}) does not support a kv_b_proj of "
-                    f"shape {list(weight.shape)}: expected [{H * (C + V)}, {L}]"
-                )
-            keys, values = weight.view(H, C + V, L).split([C, V], dim=1)
-            # torch multiplies few tokens in bfloat16 fastest by matrices in these layouts.
-            if remembered and weight.dtype == torch.bfloat16:
-                keys, values = keys.contiguous(), values.mT.contiguous().mT
-            return cls(keys, values)
-
-        return apply_to_weight(module.kv_b_proj, L, query, split, fresh=fresh)
+        weight = _plain_weight(linear, query)
+        tensors: list[Tensor] = []
+        state = _read_state(linear, weight, query, tensors)
+        known = None if state is None else _expansions.get(linear)
+        must_split = fresh and weight is not None
+        if known is not None and known.state == state and not must_split:
+            return known.expansion
+        weight = _compute_weight(linear, L, query) if weight is None else weight.to(query.dtype)
+        if weight.shape != (H * (C + V), L):
+            raise UnsupportedError(
+                f"h2o attention ({type(module).__name__}) does not support a kv_b_proj of "
+                f"shape {list(weight.shape)}: expected [{H * (C + V)}, {L}]"
+            )
+        keys, values = weight.view(H, C + V, L).split([C, V], dim=1)
+        # torch multiplies few tokens in bfloat16 fastest by matrices in these layouts.
+        if state is not None and weight.dtype == torch.bfloat16:
+            keys, values = keys.contiguous(), values.mT.contiguous().mT
+        expansion = cls(keys, values)
+        if state is not None:
+            _expansions[linear] = _Known(expansion, state, tensors)
+        return expansion
 
     def queries(self, query: Tensor) -> Tensor:
         """Turn queries [B, H, Q, C + P] for keys into queries [B, H, Q, L + P] for rows."""
@@ -96,6 +107,18 @@ class Expansion(NamedTuple):
         latents = out[..., : self.values.shape[2]].to(self.values.dtype)
         by_head = torch.bmm(latents.permute(2, 0, 1, 3).flatten(1, 2), self.values.mT)
         return by_head.unflatten(1, latents.shape[:2]).permute(1, 2, 0, 3)
+
+
+class _Known(NamedTuple):
+    """An expansion, and the state of `kv_b_proj` from which it was made."""
+
+    expansion: Expansion
+    state: list[Any]
+    tensors: list[Tensor]
+    """The tensors in `state`, kept alive so that no other object gets their ids"""
+
+
+_expansions: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
 
 
 def to_absorbed_form(call: Any, latent: Tensor) -> tuple[Any, Expansion]:
@@ -135,3 +158,77 @@ def expands_after_cache(model_class: Any) -> bool:
     """Whether the layers of a model class expand cached latents to keys, after the cache."""
     classes = vars(sys.modules[model_class.__module__]).values()
     return any(hasattr(x, "expand_kv") for x in classes if isinstance(x, type))
+
+
+# ---- The effective weight of kv_b_proj, even if it is quantized, offloaded or has an adapter -----
+
+
+def _plain_weight(module: nn.Module, like: Tensor) -> Tensor | None:
+    """The weight of a plain linear module on the device of `like`, or None for any other module."""
+    if type(module) is nn.Linear and module.weight.is_floating_point():
+        weight = module.weight.detach()
+        if type(weight) is Tensor and not weight.is_meta and weight.device == like.device:
+            return weight
+    return None
+
+
+def _compute_weight(module: nn.Module, width: int, like: Tensor) -> Tensor:
+    """The weight [outputs, width] of a module, found by feeding the identity matrix through it.
+
+    This costs as much as a forward pass over hundreds of tokens.
+    """
+    unit_vectors = torch.eye(width, dtype=like.dtype, device=like.device)
+    return plain(module(unit_vectors)).detach().to(like.dtype).T.contiguous()
+
+
+def _read_state(
+    module: nn.Module, weight: Tensor | None, like: Tensor, tensors: list[Tensor]
+) -> list[Any] | None:
+    """A fingerprint of what a module's effective weight depends on: tensors with their version
+    counters, and every other attribute, such as an adapter's scale and the name of the active
+    adapter. None if some changes would not show.
+
+    Args:
+        weight: the result of `_plain_weight`.
+        tensors: the tensors in the fingerprint are appended to this list.
+    """
+    if torch.compiler.is_compiling() or is_offloaded(module):  # offloaded weights keep moving
+        return None
+    parts = module if weight is None else module.weight
+    try:
+        return [like.dtype, like.device, *_fingerprint(parts, tensors)]
+    except RuntimeError:  # inference tensors have no version counter
+        return None
+
+
+def _fingerprint(
+    value: Any, tensors: list[Tensor], within: tuple[nn.Module, ...] = ()
+) -> Iterator[Any]:
+    """Yield a fingerprint of a module's state, as far as its attributes show it.
+
+    Tensors on the way are appended to `tensors`. `within`: the modules that contain the value, so
+    that cycles end.
+    """
+    if isinstance(value, nn.Module):
+        yield id(value)
+        if value not in within:
+            yield from _fingerprint(vars(value), tensors, (*within, value))
+    elif isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__"):
+        yield id(value)
+        tensors.append(value)
+        names, _ = value.__tensor_flatten__()
+        for name in names:
+            yield from _fingerprint(getattr(value, name), tensors, within)
+    elif isinstance(value, Tensor):
+        tensors.append(value)
+        yield id(value), value.data_ptr(), compat.tensor_version(value)
+    elif isinstance(value, Mapping):
+        for name, part in value.items():
+            yield name
+            yield from _fingerprint(part, tensors, within)
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield len(value)
+        for part in value:
+            yield from _fingerprint(part, tensors, within)
+    else:
+        yield value if isinstance(value, bool | int | float | str) else id(value)

@@ -1,8 +1,7 @@
-"""`TaggedTensor`: a tensor whose attributes pass to every tensor that is computed from it.
+"""`TaggedTensor`: keys marked with the layer of the cache that they come from.
 
-A cache marks its keys with an attribute that names their layer. If the model computes with a key
-before it attends (it expands a latent, or moves the key to another device), the mark has to pass to
-the result.
+If the model computes with a key before it attends (it expands a latent, or moves the key to another
+device), the mark has to pass to the result.
 """
 
 from __future__ import annotations

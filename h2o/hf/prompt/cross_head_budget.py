@@ -115,7 +115,9 @@ class CrossHeadBudget:
             self.forget()
             total = [sum(row) for row in zip(*(x.pool for x in waiting), strict=True)]
             return _share(waiting, list(map(min, total, pool)) if self.alike else total)
-        if self.pool and new.is_ranked_alone:
+        policy = new.policy
+        # A decaying mean is ranked otherwise by the operation that stores the keys.
+        if self.pool and (policy.score_by != "mean" or policy.decay == 1):
             self._drop(new)
         return ()
 
@@ -190,11 +192,6 @@ class _Waiting:
         )
         lowest = best.values.masked_fill(~is_own, math.inf)
         return torch.cat([lowest, torch.full_like(own, math.inf)], -1).amin(-1, keepdim=True)
-
-    @property
-    def is_ranked_alone(self) -> bool:
-        """Whether `ranks` are those of the operation that stores the keys, within `_ROUNDED`."""
-        return self.policy.score_by != "mean" or self.policy.decay == 1
 
     @property
     def keys_held(self) -> int:

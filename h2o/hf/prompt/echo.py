@@ -69,7 +69,7 @@ def largest(
     rows = ROWS if by_core else max(1, ENTRIES // max(1, H * n))
     is_bounded = by_core and keys.is_cpu and n >= FEWEST_BOUNDED
     grouped = query.unflatten(0, (G, H // G))
-    log_sums = _NeededLogSums(grouped, keys, how) if is_bounded else _AllLogSums(keys, how)
+    log_sums = _NeededLogSums(grouped, keys, how) if is_bounded else _HeldKeys(keys, how)
     for first in range(0, n, rows):
         asked = grouped[:, :, first : first + rows]
         near = how.apply_softcap(_nearest(asked, keys[:, first : first + rows + BEFORE], how.scale))
@@ -168,17 +168,9 @@ class _HeldKeys:
             softcap=self.how.softcap, sink_logits=None if sinks is None else sinks.flatten(),
         ).view(G, N)  # fmt: skip
 
-
-class _AllLogSums:
-    """Logarithms of the softmax denominators of all queries of a row."""
-
-    def __init__(self, keys: Tensor, how: _Logits) -> None:
-        """`keys`: [G, n, D]."""
-        self.keys, self.how = _HeldKeys(keys, how), how
-
     def compute(self, asked: Tensor, near: Tensor) -> Tensor:
         """Log sums [G, R, m] of queries [G, R, m, D]; `near` is not used."""
-        return self.keys.log_sums(asked.flatten(1, 2), self.how.sinks(asked)).view(asked.shape[:3])
+        return self.log_sums(asked.flatten(1, 2), self.how.sinks(asked)).view(asked.shape[:3])
 
 
 class _LowerBounds:
@@ -227,7 +219,7 @@ class _NeededLogSums:
         self.heads = [_HeldKeys(keys[g : g + 1], how) for g in range(len(keys))]
 
     def compute(self, asked: Tensor, near: Tensor) -> Tensor:
-        """See `_AllLogSums.compute`. `near`: logits in the shape that `_nearest` returns."""
+        """See `_HeldKeys.compute`. `near`: logits in the shape that `_nearest` returns."""
         queries, sinks = asked.flatten(1, 2), self.how.sinks(asked)
         bounds = near - self.lower.compute(queries, sinks).view(asked.shape[:3]) + MARGIN
         sums = bounds.new_full(queries.shape[:2], math.inf)

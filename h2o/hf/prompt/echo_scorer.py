@@ -32,7 +32,7 @@ from h2o.hf.model_traits.layer_kinds import full_layers
 from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt, positions_in
 from h2o.hf.prompt.echo import largest
 from h2o.hf.prompt.scorers import AttentionScorer
-from h2o.hf.rotary.model_rotary import ModelRotary
+from h2o.hf.rotary.model_rotary import ModelRotary, find_rotary
 from h2o.model_identity import describe, latent_row
 from h2o.policy import Policy
 
@@ -62,21 +62,20 @@ class AdaptedConfig(NamedTuple):
 
 def adapt_config(config: Any, h2o_config: H2OConfig) -> AdaptedConfig:
     """Adapt an `H2OConfig` to a model with this config."""
-    rotary: ModelRotary | str | None = None  # None: attention ranks the keys, as the settings say
-    if h2o_config.positions == "cache_relative":
-        rotary = "its positions are cache-relative"
-    elif h2o_config.score_by == "mean-echo":
-        rotary = _rotary(config)
-    instead = ""
-    if h2o_config.shares_by_echo and rotary is not None:
+    if h2o_config.score_by != "mean-echo":
+        return AdaptedConfig(h2o_config, None, "")
+    is_relative = h2o_config.positions == "cache_relative"
+    rotary = "its positions are cache-relative" if is_relative else _rotary(config)
+    has_echo, instead = not isinstance(rotary, str), ""
+    if h2o_config.shares_by_echo:
         instead = _describe_replacement(config, rotary)
-    elif h2o_config.score_by == "mean-echo" and isinstance(rotary, str):
+    elif not has_echo:
         instead = f'score_by="mean", because {rotary}'
     if instead:
-        score_by = "mean" if isinstance(rotary, str) else h2o_config.score_by
+        score_by = h2o_config.score_by if has_echo else "mean"
         shares = None if h2o_config.shares_by_echo else h2o_config.head_shares
         h2o_config = dataclasses.replace(h2o_config, score_by=score_by, head_shares=shares)
-    return AdaptedConfig(h2o_config, None if isinstance(rotary, str) else rotary, instead)
+    return AdaptedConfig(h2o_config, rotary if has_echo else None, instead)
 
 
 def echo_replacement(config: Any) -> str:
@@ -103,10 +102,7 @@ def _rotary(config: Any) -> ModelRotary | str:
     """A model's rotary embedding, or the reason why its prompts have no echo."""
     if latent_row(config):
         return "its keys are latents, which all heads share"
-    try:
-        return ModelRotary(config, needed_by='score_by="mean-echo"')
-    except UnsupportedError as error:
-        return str(error).partition(": ")[2] or str(error)
+    return find_rotary(config)
 
 
 class PromptEcho:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from h2o.errors import UnsupportedError
 from h2o.hf.model_traits.layer_kinds import full_layers
 from h2o.hf.model_traits.shared_keys import shared_key_layers
 from h2o.hf.rotary.length_dependent_rope import BY_LENGTH
-from h2o.hf.rotary.rotary_parts import Parts, Probe, parts_of
+from h2o.hf.rotary.rotary_parts import Parts, attended, parts_of
 
 CACHE_RELATIVE_TYPES = frozenset(
     "llama mistral mixtral qwen2 qwen3 qwen3_moe gemma gpt_neox phi phi3 stablelm olmo2 granite "
@@ -87,76 +87,75 @@ _PLAIN_POSITIONS = frozenset({"llava"})
 """Multimodal models that pass plain positions 0, 1, 2, ... to their language model"""
 
 
-class Proof(NamedTuple):
-    """The rotation that was found and verified for a config."""
-
-    embedding: Any
-    """Class of the rotary module"""
-    function: Callable[..., Any] | None
-    """Function that rotates queries and keys; None if no layer rotates them"""
-    at_end: bool
-    """Whether the last elements of a head are rotated instead of the first"""
-    rotated_layers: frozenset[int]
-    """Layers whose queries and keys are rotated; SmolLM3 skips some layers"""
+_found: dict[str, ModelRotary | str] = {}
+"""The rotary embedding of each config, or the reason why it is not known"""
 
 
-_proofs: dict[str, Proof | str] = {}
-"""Proofs by config, or the reason why there is none."""
-
-
-class ModelRotary:
-    """The rotary embedding of the model that a config describes. Shared by the layers of a cache.
-
-    The first use of a config verifies that positions act on the model's full attention only by this
-    rotation of queries and keys. An attention module of each layer, with made-up weights, is run on
-    the same tokens at three distances from the start of a text.
+def rotary_of(config: Any) -> ModelRotary:
+    """The rotary embedding for a cache with cache-relative positions.
 
     Raises:
         UnsupportedError: the rotation is not known, with the reason.
     """
+    found = find_rotary(config)
+    if isinstance(found, str):
+        raise UnsupportedError(
+            f'positions="cache_relative" does not support {config.model_type}: {found}'
+        )
+    return found
 
-    def __init__(self, config: Any, *, needed_by: str = 'positions="cache_relative"') -> None:
-        """`needed_by`: the setting that needs the rotation, for errors."""
-        self.needed_by = needed_by
-        self.adjacent = False  # whether pairs are adjacent elements once rotated
-        self.comes_adjacent = False  # whether they are adjacent before the model rotates them
-        self.at_end = False  # whether the last elements of a head are rotated, not the first
+
+def find_rotary(config: Any) -> ModelRotary | str:
+    """The rotary embedding of the model that a config describes, for the layers of one cache, or
+    the reason why it is not known."""
+    text = config.get_text_config(decoder=True)
+    if not getattr(text, "rope_parameters", None):
+        return _NONE
+    name = f"{type(text).__qualname__} {text.to_json_string(use_diff=False)}"
+    if name not in _found:
+        _found[name] = _find(text)
+    return copy.copy(_found[name])
+
+
+def _find(text: Any) -> ModelRotary | str:
+    try:
+        parts = parts_of(text)
+        return _NONE if parts.embedding is None else ModelRotary(parts, text)
+    except LookupError as error:
+        return f"its rotation of keys is not known: {error}"
+
+
+class ModelRotary:
+    """The rotary embedding of a language model, made by `find_rotary`.
+
+    The constructor verifies that positions act on the model's full attention only by this rotation
+    of queries and keys. An attention module of each layer, with made-up weights, is run on the same
+    tokens at three distances from the start of a text.
+
+    Raises:
+        LookupError: the rotation is not known, with the reason.
+    """
+
+    def __init__(self, parts: Parts, text: Any) -> None:
+        self.function: Callable[..., Any] | None = None
+        """Function that rotates queries and keys; None if no layer rotates them"""
+        self.rotated_layers: frozenset[int] = frozenset()
+        """Layers whose queries and keys are rotated; SmolLM3 skips some layers"""
+        self.adjacent = False  # whether pairs are adjacent elements
         self.width = 0  # number of elements that are rotated, 2 F
+        self.most = text.max_position_embeddings
         self._table: Tensor | None = None
         self._shifts: dict[tuple[int, int], Tensor] = {}
         self._modules: dict[torch.device, Any] = {}  # copies of the rotary module by device
         self._layer = -1
         self._ids: Tensor | None = None
         self._inverse_angles: Tensor | None = None
-        self.function: Callable[..., Any] | None = None
-        text = config.get_text_config(decoder=True)
-        if not getattr(text, "rope_parameters", None):
-            raise self._unsupported(config, _NONE)
-        name = f"{type(text).__qualname__} {text.to_json_string(use_diff=False)}"
-        if name not in _proofs:
-            _proofs[name] = self._find_proof(text)
-        proof = _proofs[name]
-        if isinstance(proof, str):
-            raise self._unsupported(config, proof)
-        self._make_rotary_module(proof.embedding, text)
-        self.rotated_layers = proof.rotated_layers
-        self.function, self.at_end = proof.function, proof.at_end
-        self.by_length &= bool(self.rotated_layers)
-        if self.rotated_layers:
-            self._find_pairs()
-
-    def _unsupported(self, config: Any, reason: str) -> UnsupportedError:
-        return UnsupportedError(f"{self.needed_by} does not support {config.model_type}: {reason}")
-
-    def _make_rotary_module(self, embedding: Any, text: Any) -> list[int]:
-        """Make the rotary module of a text config, and return the layers that may use it."""
-        layers = full_layers(text)
         try:
-            with torch.device("cpu"):
-                self.module = embedding(text)
+            with torch.inference_mode(False), torch.device("cpu"):
+                self.module = parts.embedding(text)
         except Exception as error:  # raised for configs that no released model has
-            raise LookupError(f"{embedding.__name__} cannot be created: {error}") from None
-        self._modules = {}
+            raise LookupError(f"{parts.embedding.__name__} cannot be created: {error}") from None
+        layers = full_layers(text)
         by_type = compat.accepts(self.module.forward, "layer_type")
         rope, self._layer_type = text.rope_parameters, {}
         if by_type:
@@ -168,61 +167,48 @@ class ModelRotary:
             rope, layers = {"rope_type": "default"}, []
         kind = rope["rope_type"] if by_type else getattr(self.module, "rope_type", "default")
         self.by_length = kind in BY_LENGTH
-        self.most = text.max_position_embeddings
-        self.unchanged = rope.get("original_max_position_embeddings") or self.most
-        return layers
-
-    def _find_proof(self, text: Any) -> Proof | str:
-        try:
-            parts = parts_of(text)
-            if parts.embedding is None:
-                return _NONE
-            layers = self._make_rotary_module(parts.embedding, text)
-            return self._prove(parts, text, layers)
-        except LookupError as error:
-            return f"its rotation of keys is not known: {error}"
-
-    def _prove(self, parts: Parts, text: Any, layers: list[int]) -> Proof:
-        """Prove the rotation, or raise LookupError with the reason why it cannot be proven."""
-        here = torch.tensor([_HERE], dtype=torch.long, device="cpu")
-        end = max(_FURTHER, (self.unchanged if self.by_length else self.most) - 1 - _HERE[-1])
-        recorded = []
+        unchanged = rope.get("original_max_position_embeddings") or self.most
+        end = max(_FURTHER, (unchanged if self.by_length else self.most) - 1 - _HERE[-1])
         if layers:
-            places = here, here + _FURTHER, here + end
-            try:
-                cases = [(ids, self._run_embedding(ids, torch.float32)) for ids in places]
-            except Exception as error:
-                name = parts.embedding.__name__
-                raise LookupError(f"its {name} cannot be run: {error}") from None
-            recorded = [
-                (layer, *attended)
-                for group, attended in Probe(parts, text).attended(layers, *cases)
-                for layer in group
-                if not all(map(torch.equal, 2 * attended[0], attended[1] + attended[2]))
-            ]
-        if not recorded:
-            return Proof(parts.embedding, None, False, frozenset())
+            self._prove(parts, text, layers, end)
+        self.by_length &= bool(self.rotated_layers)
+
+    def _prove(self, parts: Parts, text: Any, layers: list[int], end: int) -> None:
+        """Find and prove the rotation, or raise LookupError with the reason why it cannot be
+        proven. The third run is `end` positions after the first."""
+        here = torch.tensor([_HERE], dtype=torch.long, device="cpu")
+        places = here, here + _FURTHER, here + end
+        try:
+            cases = [(ids, self._run_embedding(ids, torch.float32)) for ids in places]
+        except Exception as error:
+            name = parts.embedding.__name__
+            raise LookupError(f"its {name} cannot be run: {error}") from None
+        recorded = {
+            layer: runs
+            for group, runs in attended(parts, text, layers, *cases)
+            for layer in group
+            if not all(map(torch.equal, 2 * runs[0], runs[1] + runs[2]))
+        }
         problems = []
-        for self.function in parts.functions:
+        for self.function in parts.functions if recorded else ():
             try:
                 self._find_pairs()
-                for layer, first, later, last in recorded:
-                    moved = (first[0] != last[0]).any(0).any(0).any(0).nonzero()[:, 0]
-                    self.at_end = int(moved[0]) >= first[0].shape[-1] - self.width > 0
-                    if not self._is_rotation(first, later, last):
+                for layer, runs in recorded.items():
+                    if not self._is_rotation(*runs):
                         raise LookupError(f"layer {layer} does more than rotate by these angles")
-                rotated_layers = frozenset(layer for layer, *_ in recorded)
-                return Proof(parts.embedding, self.function, self.at_end, rotated_layers)
+                self.rotated_layers = frozenset(recorded)
+                return
             except (LookupError, TypeError, RuntimeError) as error:  # or it takes other arguments
                 problems.append(str(error))
-        raise LookupError("; ".join(problems))
+        if problems:
+            raise LookupError("; ".join(problems))
 
-    def _is_rotation(self, *attended: tuple[Tensor, ...]) -> bool:
+    def _is_rotation(self, *runs: tuple[Tensor, ...]) -> bool:
         """Whether queries and keys of the later two runs are those of the first run, rotated. In
         the last run only the lengths of pairs are compared, because float32 is not precise enough
         for the angles of large positions."""
         angles = self.shift(_FURTHER)
-        for here, later, last in zip(*attended, strict=True):
+        for here, later, last in zip(*runs, strict=True):
             here, later, last = map(self.halves, (here, later, last))
             pairs = (rotate(here, angles), later), (self._sizes(here), self._sizes(last))
             if not all(torch.allclose(a, b, atol=1e-3 * float(b.abs().max())) for a, b in pairs):
@@ -236,9 +222,8 @@ class ModelRotary:
         return torch.cat([torch.linalg.vector_norm(pairs, dim=-2), x[..., self.width :]], dim=-1)
 
     def _find_pairs(self) -> None:
-        """Find which elements form pairs: adjacent elements, or i and i + D / 2. In DeepSeek, pairs
-        are adjacent before the rotation but not after it."""
-        D = self._tables(_ZERO, torch.float32)[0].shape[-1]
+        """Find which elements form pairs: adjacent elements, or i and i + D / 2."""
+        D = self._run_embedding(_ZERO, torch.float32)[0].shape[-1]
         if (frequencies := getattr(self.module, "inv_freq", None)) is not None:
             D = 2 * len(frequencies)  # some tables have each cosine only once
         self.width, self._shifts = D, {}
@@ -247,23 +232,15 @@ class ModelRotary:
         ids = torch.tensor([[0, 1, 7]], dtype=torch.long, device="cpu")
         row = torch.linspace(-1, 1, 3 * D, dtype=torch.float32, device="cpu")
         row = row.reshape(1, 1, 3, D).sin() + 1
-        for self.comes_adjacent, self.adjacent in ((False, False), (True, True), (True, False)):
-            firsts, seconds = row.unflatten(-1, (-1, 2)).unbind(-1)
-            given = torch.cat([firsts, seconds], -1) if self.comes_adjacent else row
-            found = self._halves(self._rotate_like_model(row, ids))
-            if torch.allclose(rotate(given, self._angles(ids, row.dtype)), found):
+        for self.adjacent in (False, True):
+            rotated = self.halves(self._rotate_like_model(row, ids))
+            if torch.allclose(rotate(self.halves(row), self._angles(ids, row.dtype)), rotated):
                 return
         raise LookupError("some pair of elements is not rotated by a single angle")
 
     def halves(self, x: Tensor) -> Tensor:
         """Reorder x [..., D]: the first elements of all pairs, then the second ones, then the
         elements that are not rotated."""
-        if self.at_end:
-            x = torch.cat([x[..., -self.width :], x[..., : -self.width]], dim=-1)
-        return self._halves(x)
-
-    def _halves(self, x: Tensor) -> Tensor:
-        """`halves` for x whose rotated elements come first."""
         if not self.adjacent:
             return x
         D = self.width
@@ -338,13 +315,8 @@ class ModelRotary:
         return torch.stack([cos / size, -sin / size], dim=-2)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **self.__dict__,
-            "_ids": None,
-            "_inverse_angles": None,
-            "_table": None,
-            "_shifts": {},
-        }
+        forgotten = {"_ids": None, "_inverse_angles": None, "_table": None, "_shifts": {}}
+        return {**self.__dict__, **forgotten}
 
     def __deepcopy__(self, memo: Any) -> ModelRotary:
         """A copy for another cache. It shares the rotary module, which is never changed."""
@@ -354,27 +326,21 @@ class ModelRotary:
         """Cosines and sines as the model computes them in a dtype, [B, 1, Q, 2, F] float32."""
         D = self.width
         first = torch.zeros(D, dtype=dtype, device=ids.device)  # 1 in each pair's first element
-        first[slice(0, D, 2) if self.comes_adjacent else slice(D // 2)] = 1
+        first[slice(0, D, 2) if self.adjacent else slice(D // 2)] = 1
         out = self._rotate_like_model(first.expand(ids.shape[0], 1, ids.shape[1], D), ids)
-        return self._halves(out).float().unflatten(-1, (2, D // 2))
+        return self.halves(out).float().unflatten(-1, (2, D // 2))
 
     def _rotate_like_model(self, x: Tensor, ids: Tensor) -> Tensor:
         """Rotate x [B, heads, Q, D] at positions `ids` as the model would."""
         assert self.function is not None
         _, second, *_ = compat.parameters_of(self.function)
-        tables = self._tables(ids, x.dtype)
-        if second.startswith(("cos", "freqs")):
-            out: Tensor = self.function(x, *tables)
-            return out
-        return self.function(x, x, *tables)[0]
-
-    def _tables(self, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """The output of the rotary module: cosines and sines, or one tensor of complex numbers."""
-        tables = self._run_embedding(ids, dtype)
-        return tables if isinstance(tables, tuple) else (tables,)
+        cos_and_sin = self._run_embedding(ids, x.dtype)
+        if second.startswith("cos"):
+            return self.function(x, *cos_and_sin)  # type: ignore[no-any-return]
+        return self.function(x, x, *cos_and_sin)[0]  # type: ignore[no-any-return]
 
     def _run_embedding(self, ids: Tensor, dtype: torch.dtype) -> Any:
-        """The output of the model's rotary module for positions `ids`, as it comes."""
+        """The output of the model's rotary module for positions `ids`: cosines and sines."""
         module = self._modules.get(ids.device, self.module)
         # Call a copy of a module whose angles depend on the length: each call changes the module.
         if self.by_length or (module is self.module and not ids.is_cpu):

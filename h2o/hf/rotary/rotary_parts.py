@@ -2,8 +2,8 @@
 
 In transformers' modeling files the constructor of a module names the classes of its submodules, and
 the forward method of an attention module names the function that rotates queries and keys. Both are
-therefore found from the class of the model, without a list of model families. `Probe` runs a small
-attention module at given positions and records its queries and keys, with which
+therefore found from the class of the model, without a list of model families. `attended` runs small
+attention modules at given positions and records their queries and keys, with which
 `h2o.hf.rotary.model_rotary` proves the rotation.
 
 Shape letters as in `h2o.hf`.
@@ -150,97 +150,87 @@ class _Past:
         return keys, values
 
 
-class Probe:
-    """Small attention modules with the model's head dimension and made-up weights."""
+def attended(
+    parts: Parts, text: Any, layers: Sequence[int], *positions: tuple[Tensor, Any]
+) -> list[tuple[list[int], list[tuple[Tensor, Tensor]]]]:
+    """Run the attention of some layers on the same tokens at several positions.
 
-    def __init__(self, parts: Parts, text: Any) -> None:
-        self.parts, self.text = parts, text
-        self.width = 2 * describe(text)["head_dim"]
-        self.name = f"h2o_probe:{next(_numbers)}"
+    The attention modules are small, with the model's head dimension and made-up weights.
 
-    def _configs(self, layers: Sequence[int]) -> list[Any]:
-        """A config for the small module of each layer, also if layers differ in their heads."""
-        if getattr(self.text, "is_heterogeneous", False):
-            return [self._smaller(self.text.per_layer_config[layer]) for layer in layers]
-        return [self._smaller(self.text)] * len(layers)
+    Args:
+        positions: position ids [1, Q] and the output of the rotary module for them.
 
-    def _smaller(self, config: Any) -> Any:
-        config = copy.deepcopy(config)
-        smaller = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": self.width}
-        smaller |= {
-            name: 32
-            for name in ("q_lora_rank", "kv_lora_rank")
-            if getattr(config, name, None) is not None
-        }
-        for name, value in smaller.items():
-            if hasattr(config, name):
-                setattr(config, name, value)
-        compat.put_attention_name(config, self.name)
-        return config
+    Returns:
+        Groups of layers whose attention modules are alike, each with the queries [1, H, Q, D] and
+        keys [1, G, Q, D] that reach attention at each of the positions.
 
-    def attended(
-        self, layers: Sequence[int], *positions: tuple[Tensor, Any]
-    ) -> list[tuple[list[int], list[tuple[Tensor, Tensor]]]]:
-        """Run the attention of some layers on the same tokens at several positions.
+    Raises:
+        LookupError: an attention module cannot be created or run.
+    """
+    name, width = f"h2o_probe:{next(_numbers)}", 2 * describe(text)["head_dim"]
+    alike: dict[str, tuple[list[int], nn.Module]] = {}
+    try:
+        if getattr(text, "is_heterogeneous", False):  # layers differ in their heads
+            configs = [_smaller(text.per_layer_config[layer], width, name) for layer in layers]
+        else:
+            configs = [_smaller(text, width, name)] * len(layers)
+        for layer, config in zip(layers, configs, strict=True):
+            with torch.device("meta"):
+                module = parts.attention(config, layer_idx=layer)
+            alike.setdefault(_fingerprint(module), ([], module))[0].append(layer)
+        return [
+            (group, _record_queries_and_keys(_fill_weights(module.eval()), name, width, positions))
+            for group, module in alike.values()
+        ]
+    except Exception as error:
+        raise LookupError(f"its {parts.attention.__name__} cannot be run: {error}") from None
 
-        Args:
-            positions: position ids [1, Q] and the output of the rotary module for them.
 
-        Returns:
-            Groups of layers whose attention modules are alike, each with the queries [1, H, Q, D]
-            and keys [1, G, Q, D] that reach attention at each of the positions.
+def _smaller(config: Any, width: int, name: str) -> Any:
+    """A config for a small attention module that calls the attention function `name`."""
+    config = copy.deepcopy(config)
+    smaller = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": width}
+    for field, value in smaller.items():
+        if hasattr(config, field):
+            setattr(config, field, value)
+    compat.put_attention_name(config, name)
+    return config
 
-        Raises:
-            LookupError: an attention module cannot be created or run.
-        """
-        attention = self.parts.attention
-        alike: dict[str, tuple[list[int], nn.Module]] = {}
-        try:
-            for layer, config in zip(layers, self._configs(layers), strict=True):
-                with torch.device("meta"):
-                    module = attention(config, layer_idx=layer)
-                alike.setdefault(_fingerprint(module), ([], module))[0].append(layer)
-            return [
-                (group, self._record_queries_and_keys(_fill_weights(module.eval()), positions))
-                for group, module in alike.values()
-            ]
-        except Exception as error:
-            raise LookupError(f"its {attention.__name__} cannot be run: {error}") from None
 
-    def _record_queries_and_keys(
-        self, module: nn.Module, positions: Sequence[tuple[Tensor, Any]]
-    ) -> list[tuple[Tensor, Tensor]]:
-        recorded: list[tuple[Tensor, Tensor]] = []
+def _arguments(forward: Any, width: int, ids: Tensor, tables: Any) -> dict[str, Any]:
+    """Arguments for the forward method of an attention module, always for the same tokens."""
+    Q = ids.shape[1]
+    states = torch.arange(Q * width, dtype=torch.float32, device="cpu").sin().view(1, Q, width)
+    known: dict[str, Any] = {
+        "hidden_states": states, "position_embeddings": tables, "position_ids": ids,
+        "attention_mask": None, "layer_past": None, "shared_kv_states": {},
+    }  # fmt: skip
+    asks = "get_seq_length" in _names(forward)
+    known |= compat.with_cache(_Past(int(ids[0, 0])) if asks else None)
+    return {name: known[name] for name in compat.parameters_of(forward) if name in known}
 
-        def record_call(
-            _: Any, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any
-        ) -> Any:
-            recorded.append((query, key))
-            B, H, Q, _ = query.shape
-            return value.new_zeros(B, Q, H, value.shape[-1]), None
 
-        compat.register_attention(self.name, record_call)
-        try:
-            with torch.no_grad():
-                for ids, tables in positions:
-                    module(**self._arguments(ids, tables))
-        finally:
-            compat.unregister_attention(self.name)
-        if len(recorded) != len(positions):
-            raise LookupError(f"its attention function ran {len(recorded)} times")
-        return recorded
+def _record_queries_and_keys(
+    module: nn.Module, name: str, width: int, positions: Sequence[tuple[Tensor, Any]]
+) -> list[tuple[Tensor, Tensor]]:
+    """The queries and keys with which a module calls the attention function `name`."""
+    recorded: list[tuple[Tensor, Tensor]] = []
 
-    def _arguments(self, ids: Tensor, tables: Any) -> dict[str, Any]:
-        Q, width = ids.shape[1], self.width
-        states = torch.arange(Q * width, dtype=torch.float32, device="cpu").sin().view(1, Q, width)
-        known: dict[str, Any] = {
-            "hidden_states": states, "position_embeddings": tables, "position_ids": ids,
-            "attention_mask": None, "layer_past": None, "shared_kv_states": {},
-        }  # fmt: skip
-        forward = self.parts.attention.forward
-        asks = "get_seq_length" in _names(forward)
-        known |= compat.with_cache(_Past(int(ids[0, 0])) if asks else None)
-        return {name: known[name] for name in compat.parameters_of(forward) if name in known}
+    def record_call(_: Any, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any) -> Any:
+        recorded.append((query, key))
+        B, H, Q, _ = query.shape
+        return value.new_zeros(B, Q, H, value.shape[-1]), None
+
+    compat.register_attention(name, record_call)
+    try:
+        with torch.no_grad():
+            for ids, tables in positions:
+                module(**_arguments(module.forward, width, ids, tables))
+    finally:
+        compat.unregister_attention(name)
+    if len(recorded) != len(positions):
+        raise LookupError(f"its attention function ran {len(recorded)} times")
+    return recorded
 
 
 def _fingerprint(module: nn.Module) -> str:

@@ -40,9 +40,14 @@ from h2o.hf.prompt import prompt_budget
 from h2o.hf.prompt.echo_scorer import PromptEcho, adapt_config
 from h2o.hf.rotary.model_rotary import ModelRotary
 from h2o.hf.simulation.masks import Masks
-from h2o.hf.simulation.scored_simulation import simulate_random, simulate_tokenwise
-from h2o.hf.simulation.simulated_budgets import SimulatedBudgets
-from h2o.hf.simulation.visible_keys import VisibleKeys, columns, retained_by_token
+from h2o.hf.simulation.simulated_layer import (
+    SimulatedBudgets,
+    VisibleKeys,
+    real_columns,
+    retained_by_token,
+    simulate_random,
+    simulate_tokenwise,
+)
 from h2o.hf.support import transformers_layers
 from h2o.policy import Policy
 from h2o.utils.with_block import with_block
@@ -108,11 +113,12 @@ def simulated(
     pins = Pins.of(pinned, config.decay)
     prompt_length = check(config, masks, prompt_length, ratio_of, pins)
     layers = transformers_layers(model.config)
-    plans = [
-        LayerPlan.of(config, i, len(layers)) if kind_of(layer) == "h2o" else None
+    plans = {
+        i: LayerPlan.of(config, i, len(layers))
         for i, layer in enumerate(layers)
-    ]
-    if not any(plans):
+        if kind_of(layer) == "h2o"
+    }
+    if not plans:
         warn_of_windows(model.config, stacklevel=4)
     shared = shared_key_layers(model.config)
     if shared and masks is not None:
@@ -122,12 +128,12 @@ def simulated(
     simulation = Simulation(
         plans, masks, prompt_length, ratio_of, trace, mass, shared, rotary, pins
     )
-    tracing = trace_latents(unwrap(model))
-    attended = [*simulation.layers(), *itertools.chain(*shared.values())]
+    attended = [*plans, *itertools.chain(*shared.values())]
+    inner = unwrap(model)
     with (
-        replace_attention(model, attended, simulation.attend),
-        tracing,
-        simulation.budget_pass(model),
+        replace_attention(inner, attended, simulation.attend),
+        trace_latents(inner),
+        simulation.budget_pass(inner),
     ):
         yield simulation
 
@@ -141,7 +147,7 @@ class Simulation:
 
     def __init__(
         self,
-        plans: list[LayerPlan | None],
+        plans: dict[int, LayerPlan],
         masks: Masks | None,
         prompt_length: int | Sequence[int],
         ratio_of: str,
@@ -157,18 +163,27 @@ class Simulation:
         self._scores: dict[int, Tensor] | None = {} if trace else None
         self._mass: dict[int, Tensor] | None = {} if mass else None
         self._key_sources = {layer: of for of, layers in shared.items() for layer in layers}
-        self._rotary, self._pins = rotary, pins
-        self._simulated_budgets = SimulatedBudgets.of(plans, prompt_length, rotary)
+        self._pins = pins
         self._thread_local = threading.local()  # VisibleKeys of layers whose keys others reuse
+        longest = prompt_length if isinstance(prompt_length, int) else max(prompt_length)
+        self._echoes: dict[int, PromptEcho] = {}
+        if rotary is not None:
+            self._echoes = {
+                layer: PromptEcho(rotary, layer, plan.policy)
+                for layer, plan in plans.items()
+                if longest > max(1, plan.sinks)  # otherwise echo has nothing to choose from
+            }
+        self._budgets = None
+        if self._echoes and any(plan.config.shares_by_echo for plan in plans.values()):
+            self._budgets = SimulatedBudgets(plans, self._echoes)
 
     def budget_pass(self, model: Any) -> AbstractContextManager[None]:
         """Context within which a pass that divides the budget among heads precedes each pass."""
-        budgets = self._simulated_budgets
-        return nullcontext() if budgets is None else budgets.budget_pass(unwrap(model))
+        return nullcontext() if self._budgets is None else self._budgets.budget_pass(model)
 
     def layers(self) -> list[int]:
         """The layers that are simulated: those with full attention."""
-        return [i for i, plan in enumerate(self._plans) if plan is not None]
+        return list(self._plans)
 
     def evicted_at(self, layer_idx: int) -> Tensor:
         """int32 [B, G, N]: the first column that no longer sees the key; N if none, 0 for padding.
@@ -210,50 +225,55 @@ class Simulation:
         return self._attend(call)
 
     def _attend(self, call: AttentionCall, *, shared: bool = False) -> Tensor:
-        query, key, value, mask = call.query, call.key, call.value, call.mask
-        plan = self._plans[call.layer]
-        assert plan is not None
-        B, _, N, _ = query.shape
-        _check_call(call, N)
+        """Attention and records of a layer. `shared`: whether the keys are also the values."""
+        plan, mask = self._plans[call.layer], call.mask
+        B, _, N, D = call.key.shape
+        _check_call(call, call.query.shape[2])
         lengths = [N] * B
         if mask is not None and (plan.needs_prompt_length or mask.is_cpu):  # else without effect
             lengths = mask.sum(1).tolist()
-        plan = plan.for_keys(key.shape[-1], key.element_size(), 1 if shared else 2)
-        pins = dataclasses.replace(self._pins)  # a copy for this call: several threads may run
-        prompts, budgets = self._resolve(plan, lengths, pins, mask)
-        q, k, v = query.detach(), key.detach(), value.detach()
-        if self._masks is None:
-            part = tensor_parallel.part(call.module)
+        plan = plan.for_keys(D, call.key.element_size(), 1 if shared else 2)
+        prompts = self._prompt_lengths(B)
+        bases = [
+            min(prompt, n) if self._ratio_of == "prompt" else n
+            for prompt, n in zip(prompts, lengths, strict=True)
+        ]
+        q, k, v = call.query.detach(), call.key.detach(), call.value.detach()
+        text = NewTokens(
+            q, k, None if shared else v, mask, call.scale, call.softcap, call.sink_logits
+        )
+        if self._masks is not None:
+            out, evicted_at = self._through_masks(self._masks, text, prompts, bases, plan)
+        else:
+            pins = dataclasses.replace(self._pins)  # a copy: several threads may run
+            pins.begin([min(*each) for each in zip(prompts, lengths, strict=True)], mask, N)
+            pinned, part = pins.counts(B, plan.sinks), tensor_parallel.part(call.module)
+            budgets = prompt_budget.budgets_by_row(plan, bases, pinned)
             by_row = expand_to_heads(budgets, k.shape[1], part)
-            text = NewTokens(
-                q, k, None if shared else v, mask, call.scale, call.softcap, call.sink_logits
-            )
-            if self._simulated_budgets is not None:
-                if self._simulated_budgets.is_collecting:
-                    self._simulated_budgets.take(call.layer, text, prompts, by_row, pins)
+            if self._budgets is not None:
+                if self._budgets.is_collecting:
+                    self._budgets.take(call.layer, text, prompts, by_row, pins)
                     return call.full()
-                by_row = self._simulated_budgets.budgets(call.layer)
+                by_row = self._budgets.budgets(call.layer)
             out, evicted_at, scores = self._through_cache(text, prompts, by_row, plan, part, pins)
             if self._scores is not None:
                 self._scores[call.layer] = scores
             if call.layer in self._key_sources.values():
                 visible = VisibleKeys(evicted_at, prompts, plan.config.kv_dtype)
                 vars(self._thread_local)[str(call.layer)] = visible
-        elif call.softcap:
-            raise UnsupportedError(f"masks {self._masks.name!r} do not support logit softcapping")
-        elif call.sink_logits is not None:
-            raise UnsupportedError(f"masks {self._masks.name!r} do not support learned sinks")
-        else:
-            pairs = [heads[0] for heads in budgets]
-            rows = columns(mask, B, N, q.device)
-            out, evicted_at = self._masks.attend_rows(q, k, v, rows, prompts, pairs, call.scale)
         if self._evicted_at is not None:
             self._evicted_at[call.layer] = evicted_at
         if self._mass is not None:
-            self._mass[call.layer] = retained_by_token(
-                q, k, mask, evicted_at, call.scale, call.softcap
-            )
+            self._mass[call.layer] = retained_by_token(text, evicted_at)
         return _without_backward(out, call)
+
+    def _prompt_lengths(self, rows: int) -> list[int]:
+        prompts = self._prompt_length
+        if isinstance(prompts, int):
+            return [prompts] * rows
+        if len(prompts) != rows:
+            raise ValueError(f"prompt_length has {len(prompts)} entries for a batch of {rows} rows")
+        return list(prompts)
 
     def _through_cache(
         self, text: NewTokens, prompts: list[int], by_row: list[list[tuple[int, int]]],
@@ -263,11 +283,8 @@ class Simulation:
         config, known = plan.config, (text, prompts, by_row, plan, pins)
         if config.score_by == "random":
             return simulate_random(*known, part)
-        echo = None
-        if self._rotary is not None and max(prompts, default=0) > max(1, plan.sinks):
-            echo = PromptEcho(self._rotary, plan.layer, plan.policy)
-        if echo is not None or pins:
-            return simulate_tokenwise(*known, echo)
+        if self._echoes or pins:
+            return simulate_tokenwise(*known, self._echoes.get(plan.layer))
         device = text.query.device
         simulated: tuple[Tensor, Tensor, Tensor] = ops.simulate(
             *text[:3],
@@ -279,34 +296,25 @@ class Simulation:
         )
         return simulated
 
-    def _resolve(
-        self, plan: LayerPlan, lengths: list[int], pins: Pins, mask: Tensor | None
-    ) -> tuple[list[int], list[list[tuple[int, int]]]]:
-        """Each row's prompt length, and (heavy, recent) in tokens of each of its heads, or one pair
-        for all heads. Also passes the prompts' lengths to the pins."""
-        prompts = self._prompt_length
-        if isinstance(prompts, int):
-            prompts = [prompts] * len(lengths)
-        elif len(prompts) != len(lengths):
+    @staticmethod
+    def _through_masks(
+        masks: Masks, text: NewTokens, prompts: list[int], bases: list[int], plan: LayerPlan
+    ) -> tuple[Tensor, Tensor]:
+        """Attend under masks. Budgets are fractions of `bases`, the tokens of each row."""
+        budgets = [plan.truncate_tokens(n) for n in bases]
+        if masks.has_prompt and (0, 0) in budgets and min(bases) > 0:
             raise ValueError(
-                f"prompt_length has {len(prompts)} entries for a batch of {len(lengths)} rows"
+                f"masks {masks.name!r}: with heavy={plan.heavy} and recent={plan.recent} "
+                f"{min(bases)} tokens have a budget of 0 tokens"
             )
-        bases = [
-            min(prompt, n) if self._ratio_of == "prompt" else n
-            for prompt, n in zip(prompts, lengths, strict=True)
-        ]
-        if self._masks is None:
-            first = [min(prompt, n) for prompt, n in zip(prompts, lengths, strict=True)]
-            pins.begin(first, mask, max(lengths) if mask is None else mask.shape[1])
-            pinned = pins.counts(len(bases), plan.sinks)
-            return list(prompts), prompt_budget.budgets_by_row(plan, bases, pinned)
-        budgets = [[plan.truncate_tokens(n)] for n in bases]
-        if self._masks.has_prompt and [(0, 0)] in budgets and min(lengths) > 0:
-            raise ValueError(
-                f"masks {self._masks.name!r}: with heavy={plan.heavy} and recent={plan.recent} a "
-                f"text of {min(lengths)} tokens has a budget of 0 tokens"
-            )
-        return list(prompts), budgets
+        if text.softcap:
+            raise UnsupportedError(f"masks {masks.name!r} do not support logit softcapping")
+        if text.sink_logits is not None:
+            raise UnsupportedError(f"masks {masks.name!r} do not support learned sinks")
+        B, _, N, _ = text.key.shape
+        real = real_columns(text.mask, B, N, text.key.device)
+        values = text.key if text.value is None else text.value
+        return masks.attend_rows(text.query, text.key, values, real, prompts, budgets, text.scale)
 
 
 def check(
