@@ -128,6 +128,8 @@ class NewText(NamedTuple):
     """[B, n], the first input_ids, which `generate()` drops because the cache has them."""
     is_assisted: bool
     """Whether the pass belongs to assisted decoding."""
+    config: Any
+    """The config for which the mask is made, that of the language model. None if unknown."""
 
 
 def new_text(cache: Any) -> NewText | None:
@@ -136,10 +138,11 @@ def new_text(cache: Any) -> NewText | None:
     "position_ids" of the outermost forward(). None if no call has a mask, or a version names it
     differently."""
     masks, positions, embedded, calls = [], [], False, set()
-    ids = dropped = None
+    ids = dropped = config = None
     for name, here in _calls_under_way(cache):
         calls.add(name)
         masks += [here["attention_mask"]] if "attention_mask" in here else []
+        config = here.get("config") if config is None else config
         if "position_ids" in here and (name == "forward" or not positions):
             positions.append(here["position_ids"])
         if name == "forward":
@@ -152,12 +155,9 @@ def new_text(cache: Any) -> NewText | None:
     mask, numbers = masks[0], positions[-1] if positions else None
     if isinstance(numbers, Tensor) and numbers.ndim == 3:  # multimodal models: several per token
         numbers = numbers[0]
-    if not isinstance(mask, Tensor) or mask.ndim != 2:
-        mask = None
-    if not isinstance(numbers, Tensor) or numbers.ndim != 2:
-        numbers = None
+    mask, numbers = (x if isinstance(x, Tensor) and x.ndim == 2 else None for x in (mask, numbers))
     is_injected = embedded and numbers is None and "generate" in calls and "_prefill" not in calls
-    return NewText(mask, numbers, is_injected, ids, dropped, "_assisted_decoding" in calls)
+    return NewText(mask, numbers, is_injected, ids, dropped, "_assisted_decoding" in calls, config)
 
 
 def find_rope_deltas_module() -> Any:

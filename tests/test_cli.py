@@ -651,6 +651,8 @@ COMMANDS = (
         ("analyze --output deep.json --text deep.json", "deep.json is an input file"),
         ("calibrate --output deep.json --text ./deep.json", "deep.json is an input file"),
         ("generate --profile deep.json", "deep.json: is not a profile made"),
+        ("analyze --output circle", "--output: cannot write circle: "),
+        ("calibrate --text deep.json --output circle.json", "cannot write circle.json: "),
     ],
 )
 def test_one_line_says_which_argument_is_wrong(line, words, capfd, tmp_path, monkeypatch):
@@ -658,6 +660,8 @@ def test_one_line_says_which_argument_is_wrong(line, words, capfd, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     (tmp_path / "FOLDER.json").mkdir()
     (tmp_path / "deep.json").write_text("[" * 100_000)
+    for link in {"circle", "circle.json"} & set(line.split()):
+        (tmp_path / link).symlink_to(tmp_path / link)
     with pytest.raises(SystemExit) as exit_:
         cli.main(shlex.split(line))
     assert exit_.value.code == 2

@@ -1,5 +1,6 @@
 """Locks between processes, and files that appear complete or not at all."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -112,6 +113,17 @@ def test_a_link_stays_and_its_file_is_replaced(tmp_path):
     assert link.is_symlink()
     assert file.read_text() == "new"
     assert os.listdir(file.parent) == ["file"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows lets few users make links")
+def test_links_in_a_circle(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.symlink_to(second)
+    second.symlink_to(first)
+    with pytest.raises(OSError, match="first") as error, atomic_write(first):
+        pytest.fail("a draft was made")
+    assert error.value.errno == errno.ELOOP
+    assert first.is_symlink()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no named pipes in folders")

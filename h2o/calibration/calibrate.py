@@ -7,7 +7,7 @@ import functools
 import hashlib
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +103,10 @@ def calibrate(
     LengthDependentRope(model).forget()
     check_count("draws", draws)
     check_seed(seed)
-    fractions = tuple(sorted(set(map(float, fractions))))
-    if not fractions or not 0 < fractions[0] <= fractions[-1] <= 1:
-        raise ValueError(f"fractions must be in (0, 1], at least one, not {list(fractions)}")
+    listed = [*fractions] if isinstance(fractions, Iterable) else []
+    if not listed or not all(is_number(x) and 0 < x <= 1 for x in listed):
+        raise ValueError(f"fractions must be a list of numbers in (0, 1], not {fractions!r}")
+    fractions = tuple(sorted(set(map(float, listed))))
     if not is_number(refine) or not 0 <= refine <= 1:
         raise ValueError(f"refine must be a fraction in [0, 1], not {refine!r}")
     chosen = list(iterate_windows(input_ids, window, windows))

@@ -146,7 +146,9 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("--json with --tasks requires --compare: for one setting lm-eval writes the "
                      "results into --output-path")  # fmt: skip
     if args.is_table and args.use_cache:
-        parser.error("--compare caches answers by itself: drop --use_cache")
+        parser.error(
+            "--compare, --preset and --budget store answers by themselves: drop --use_cache"
+        )
     args.how = get_given(args, PROTOCOL)
     tasks = ["--tasks", *args.tasks] if args.tasks else choose_text_task(args, args.how)
     args.rest = [*tasks, *args.rest]
@@ -160,7 +162,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
     arguments = ["--device", args.device, *args.rest]
     if args.limit is not None:
-        arguments += ["--limit", f"{args.limit:g}"]
+        arguments += ["--limit", f"{int(args.limit) if args.limit >= 1 else args.limit}"]
     model_args = {"pretrained": args.model} if args.model else {}
     if args.dtype != "auto":
         model_args["dtype"] = args.dtype

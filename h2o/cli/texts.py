@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 
-from h2o.utils.filesystem import explain_unreadable, is_special
+from h2o.utils.filesystem import explain_unreadable, is_special, resolve
 
 ARTICLE = "lighthouse.txt"
 """A file in h2o/data: 2100 tokens about an invented lighthouse, which no model has seen."""
@@ -46,5 +46,10 @@ def check_output(
         parser.error(f"argument {argument}: {name} is not a file: name one to write")
     if path.is_dir():
         parser.error(f"argument {argument}: {name or 'an empty name'} is a folder, not a file")
-    if any(x and path.resolve() == Path(x).resolve() for x in inputs):
+    try:
+        target = resolve(path)
+        is_input = any(x and target == resolve(x) for x in inputs)
+    except OSError as error:
+        parser.error(f"argument {argument}: cannot write {name}: {error.strerror}")
+    if is_input:
         parser.error(f"argument {argument}: {name} is an input file: name another output")

@@ -270,9 +270,14 @@ class H2OLM(HFLM):
                 len(context) + len(continuation), self.max_length, cut,
             )  # fmt: skip
         context = context[cut:]
-        self._count_kept(context + continuation[:-1] if self.protocol == "simulate" else context)
+        is_whole_text = len(context) == 1
+        if self.protocol == "drop" and is_whole_text:  # its prompt of one token says nothing
+            self.count_text(len(continuation), prompt=1)
+        else:
+            simulates = self.protocol == "simulate"
+            self._count_kept(context + continuation[:-1] if simulates else context)
         self.tally.one_token_answers += len(continuation) == 1
-        self.tally.one_token_contexts += len(context) == 1
+        self.tally.one_token_contexts += is_whole_text
         self.tally.truncated += cut > 0
         return context, continuation
 
@@ -281,12 +286,12 @@ class H2OLM(HFLM):
         document, _ = self._split_prompt(text)
         self.count_text(protocols.fraction_base(len(document), self.prompt_length))
 
-    def count_text(self, seen: int) -> None:
-        """Count a request with a text of `seen` tokens."""
+    def count_text(self, seen: int, prompt: int | None = None) -> None:
+        """Count a request with a text of `seen` tokens. `prompt`: see `H2OConfig.count_held`."""
         self.tally.requests += 1
         self.tally.tokens_seen += seen
         config = self.setting.answering_config.for_model(self.model)
-        self.tally.tokens_kept += config.count_held(seen)
+        self.tally.tokens_kept += config.count_held(seen, prompt)
 
     def _answer_batch(self, batch: Sequence[Pair]) -> list[tuple[float, bool]]:
         """(log-likelihood, whether it is the greedy answer) of each continuation."""

@@ -42,8 +42,9 @@ class Tally:
     truncated: int = 0
     tokens_seen: int = 0
     tokens_kept: int = 0
-    """Number of keys kept at the end of the text ("simulate" without a prompt), of the prompt or of
-    the document ("read"), summed over requests like `tokens_seen`"""
+    """Number of keys kept at the end of the text ("simulate" without a prompt, and "drop" if the
+    prompt is one token), of the prompt or of the document ("read"), summed over requests like
+    `tokens_seen`"""
 
     def __add__(self, other: Tally) -> Tally:
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)

@@ -88,7 +88,10 @@ def compare(
         manager = task_manager(config)
     for name in FOR_ONE_SETTING:
         if getattr(config, name):
-            raise UserError(f"--{name} is for one setting: leave out --compare")
+            raise UserError(
+                f"--{name} is for one setting, given by --heavy and --recent: leave out --compare, "
+                "--preset and --budget"
+            )
     of_cache = set(config.model_args) & {*POLICY, "protocol", "prompt_length"}
     if of_cache:
         raise UserError(

@@ -52,10 +52,10 @@ def config_of(model: Any) -> Any:
     """
     config = getattr(model, "config", model)
     if not hasattr(config, "get_text_config") or isinstance(config, type):
-        inner = getattr(model, "model", None)  # a pipeline has its model there
         hint = "write model, tokenizer = h2o.load_model(name) and pass model"
-        if hasattr(inner, "config"):
-            hint = "pass its .model"
+        for attribute in ("model", "module"):  # of a pipeline, of DataParallel
+            if hasattr(getattr(model, attribute, None), "config"):
+                hint = f"pass its .{attribute}"
         name = model.__name__ if isinstance(model, type) else type(model).__name__
         raise TypeError(f"expected a model of transformers, or its config, not {name}: {hint}")
     return config
@@ -284,6 +284,13 @@ def settings_difference(model: Any, there: Mapping[str, Any]) -> str | None:
     """The first difference between the settings of a model or its config and those that `there`
     (from `settings_of`) describes, or None. A setting that only one of them has is ignored."""
     return _first_difference(there, settings_of(config_of(model)), "config")
+
+
+def rotary_difference(config: Any, there: Mapping[str, Any]) -> str | None:
+    """`settings_difference` for the rotary embedding alone, which takes microseconds."""
+    rotary = getattr(_text_config(config), "rope_parameters", None)
+    here = {"rope_parameters": rotary} if rotary else {}
+    return _first_difference(there, json.loads(json.dumps(here, default=str)), "config")
 
 
 def _first_difference(there: Any, here: Any, name: str) -> str | None:

@@ -106,7 +106,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
         OSError: names `path` instead of the draft. Or `path` is a device or a pipe, such as
             /dev/null, which the draft would replace for all processes.
     """
-    target = path.resolve()
+    target = resolve(path)
     if is_special(target):
         raise OSError(errno.EINVAL, "Not a file: a device or a pipe cannot be replaced", str(path))
     draft = target.with_name(f"{_draft_prefix(path)}{os.getpid()}-{threading.get_ident()}.draft")
@@ -116,6 +116,15 @@ def atomic_write(path: Path) -> Iterator[Path]:
             os.replace(draft, target)
     finally:
         _remove(draft)
+
+
+def resolve(path: str | Path) -> Path:
+    """The absolute path behind all links. Raises: OSError for links that lead in a circle, for
+    which `Path.resolve` raises RuntimeError or, from Python 3.13 on, returns a link."""
+    target = Path(os.path.realpath(path))
+    if target.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    return target
 
 
 def is_special(path: Path) -> bool:

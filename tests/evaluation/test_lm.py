@@ -339,6 +339,16 @@ def test_requests_are_counted_without_asking_the_model(lm, protocol):
         assert lm.count("generate_until", [task.args]).tokens_seen > 0
 
 
+@pytest.mark.parametrize(("setting", "kept"), [("full", 41), ("h2o:4+4", 8), ("h2o:0.5+0.5", 2)])
+def test_a_whole_text_under_drop_is_counted_at_its_end(lm, setting, kept):
+    """Its prompt is a single token. A table that counted the prompt would show that all of a long
+    text is kept."""
+    lm.use(parse(setting), "drop")
+    counted = lm.count("loglikelihood_rolling", [("a" * 41,)])
+    assert (counted.tokens_seen, counted.tokens_kept) == (41, kept)
+    assert counted.one_token_contexts == 1
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("protocol", ["drop", "read"])

@@ -84,6 +84,13 @@ def test_pass_through(folder, tmp_path, capsys):
     assert list((tmp_path / "out").rglob("samples_*.jsonl"))
 
 
+def test_a_limit_of_seven_digits(folder, tmp_path):
+    """lm-eval must get all digits, or it would use more or fewer rows than asked for."""
+    assert run(folder, "--limit", 1234567, "--variant", "full", "-o", tmp_path / "out") == 0
+    (file,) = (tmp_path / "out").rglob("results_*.json")
+    assert json.loads(file.read_text())["config"]["limit"] == 1234567
+
+
 def test_lm_eval_agrees_about_the_full_cache(folder, tmp_path):
     """`hf` is lm-eval's own model. `--variant full` must be equal to it, to the last digit."""
     results = {}
@@ -416,6 +423,8 @@ def test_a_task_that_generates_is_known_before_anything_is_measured(
         (["--compare", "full", "--heavy", "4"], "--heavy is for one setting"),
         (["--compare", "full", "--use_cache", "x"], "drop --use_cache"),
         (["--compare", "full", "--model_args", "a=1", "--predict_only"], "is for one setting"),
+        (["--budget", "0.2", "--use_cache", "x"], "--budget store answers .*: drop --use_cache"),
+        (["--budget", "0.2", "--model_args", "a=1", "--predict_only"], "leave out .* --budget"),
         (["--compare", "full", "--model_args", "heavy=4"], "go into --compare"),
         (["--compare", "mask-local:4+4", "--protocol", "drop"], "a mask, not a cache"),
         (["--variant", "local", "--protocol", "drop"], "a mask, not a cache"),

@@ -138,6 +138,56 @@ def test_a_cache_of_a_model_with_larger_heads():
         ours(prompts(20)[0], **with_cache(cache))
 
 
+OTHERS = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "num_hidden_layers": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 123.0},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("seen", [0, 20])
+def test_a_cache_of_another_model(name, seen):
+    """Nothing may be stored of another model, whose keys the cache would take for its own and whose
+    budget it would compute wrongly."""
+    ours, (ids,) = model("llama"), prompts(30)
+    config = copy.deepcopy(ours.config)
+    setattr(config, name, OTHERS[name])
+    other = AutoModelForCausalLM.from_config(config, attn_implementation="h2o").eval()
+    cache, straight = (H2OCache(ours, **SMALL) for _ in range(2))
+    for each in (cache, straight) if seen else ():
+        ours(ids[:, :seen], **with_cache(each))
+    with pytest.raises(ValueError, match=f"made for another model: this model's .*{name}"):
+        other(ids[:, seen:], **with_cache(cache))
+    assert cache.get_seq_length() == seen
+    got, expected = (ours(ids[:, seen:], **with_cache(x)).logits for x in (cache, straight))
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def test_a_config_in_the_place_of_a_cache():
+    ours, (ids,) = model("llama"), prompts(20)
+    config, words = H2OConfig(**SMALL), r"not a cache: pass cache=h2o\.H2OCache"
+    with pytest.raises(AttributeError, match=words):
+        ours(ids, **with_cache(config))
+    with pytest.raises(TypeError, match=words):
+        greedy(ours, {"input_ids": ids}, **with_cache(config))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.heavy = 7
+    assert not hasattr(config, "tolist")
+
+
+def test_a_config_under_the_name_of_the_model():
+    ours, config = model("llama"), H2OConfig(**SMALL)
+    with pytest.raises(TypeError, match=r"Write h2o_config=\.\.\., or H2OCache\(model, H2OConfig"):
+        H2OCache(ours, config=config)
+    assert H2OCache(config=ours, h2o_config=config).config == config
+    for call in (h2o.enable, lambda *x, **more: h2o.simulated(*x, **more).__enter__()):
+        with pytest.raises(TypeError, match=r"one of budget, .* Did you mean h2o_config\?"):
+            call(ours, config=config)
+
+
 def test_a_model_in_the_place_of_a_config():
     ours = model("llama")
     for wrong in (ours, ours.config):  # both print as many lines
@@ -417,6 +467,9 @@ def test_other_heads(columns):
     half = key[:, :1, :columns], value[:, :1, :columns]
     with pytest.raises(ValueError, match=r"of 2 heads in layer 0 and was given keys of 1 heads"):
         cache.update(*half, 0)
+    cut = key[:, :, :columns, :8], value[:, :, :columns, :8]
+    with pytest.raises(ValueError, match=r"of 16 elements in layer 0 and was given keys of 8\."):
+        cache.update(*cut, 0)
     forward(cache, type(TEXT)(*(x[:, :, :1] for x in TEXT)))  # the cache can still be used
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -342,6 +343,13 @@ def test_a_draft_model_with_such_a_cache():
 
 
 @pytest.mark.skipif(CROPS_TO_LENGTH, reason="windows go back from 5.16 on")
+@pytest.mark.parametrize("tokens", [math.nan, -1.5, "1"])
+def test_the_number_of_tokens_to_remove_is_an_integer(tokens):
+    cache = recording(H2OCache(model("llama").config, **SMALL))
+    with pytest.raises(TypeError, match="expected an integer"):
+        cache.crop(tokens)
+
+
 def test_windows_that_refuse_leave_all_as_it_was():
     ours = model("gemma3")
     (ids,) = prompts(30)

@@ -284,5 +284,18 @@ def test_a_model_with_more_layers_than_the_cache():
     ours = model("llama")
     short = copy.deepcopy(ours.config)
     short.num_hidden_layers = 1
+    cache = H2OCache(short, **SMALL)
+    with pytest.raises(ValueError, match="another model: this model's num_hidden_layers is 2, not"):
+        greedy(ours, {"input_ids": prompts(20)[0]}, **with_cache(cache))
     with pytest.raises(ValueError, match="layer 1 of the model was given a cache of 1 layers"):
-        greedy(ours, {"input_ids": prompts(20)[0]}, **with_cache(H2OCache(short, **SMALL)))
+        cache.update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8), 1)
+
+
+def test_a_model_inside_data_parallel():
+    """The error must say which part of the wrapper to pass."""
+    wrapped = torch.nn.DataParallel(model("llama"))
+    for call in (H2OCache, h2o.supports, lambda x, **how: h2o.simulated(x, **how).__enter__()):
+        how = {} if call is h2o.supports else SMALL
+        with pytest.raises(TypeError, match=r"not DataParallel: pass its \.module"):
+            call(wrapped, **how)
+    H2OCache(wrapped.module, **SMALL)

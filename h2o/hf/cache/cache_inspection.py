@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 from transformers.cache_utils import Cache
+from typing_extensions import Self
 
 from h2o.compat import window_of
 from h2o.config import PARAMETERS, H2OConfig
@@ -35,6 +36,15 @@ class CacheInspection(Cache):
     guard: PassGuard
     config: H2OConfig
     """The settings as resolved for the model. A cache made with them has the same budgets."""
+
+    def __new__(cls, *given: Any, **parameters: Any) -> Self:
+        """Raise TypeError for H2OCache(model, config=...), for which Python's message misleads."""
+        if given and "config" in parameters:
+            raise TypeError(
+                "H2OCache(model, config=...): `config` names the first argument. Write "
+                "h2o_config=..., or H2OCache(model, H2OConfig(...))"
+            )
+        return super().__new__(cls)
 
     def __bool__(self) -> bool:
         """False for Phi-3 and similar models, True for all others.

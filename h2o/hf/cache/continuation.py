@@ -11,16 +11,19 @@ Shape letters as in `h2o.hf`, and n padded columns.
 from __future__ import annotations
 
 import functools
+import json
 import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from h2o.compat import NewText, new_text
 from h2o.errors import UnsupportedError
 from h2o.hf.cache_state.pass_guard import WITHOUT_CACHE, PassGuard
 from h2o.hf.cache_state.seen_text import SeenText
+from h2o.model_identity import difference, rotary_difference
 
 
 def check_text(cache: Any, seen: int, new: int) -> None:
@@ -31,9 +34,10 @@ def check_text(cache: Any, seen: int, new: int) -> None:
 
     Raises:
         UnsupportedError: a wrapper inserts embeddings before each decode step.
-        ValueError: the new tokens overlap the text that the cache has seen, follow a different
-            text, or change the rotary angles of earlier tokens. Or the mask disagrees with the
-            cache about earlier padding, or sliding windows or states would count padding as text.
+        ValueError: the cache was made for another model. Or the new tokens overlap the text that
+            the cache has seen, follow a different text, or change the rotary angles of earlier
+            tokens. Or the mask disagrees with the cache about earlier padding, or sliding windows
+            or states would count padding as text.
     """
     guard = cache.guard
     guard.padding_of_pass = None
@@ -45,6 +49,7 @@ def check_text(cache: Any, seen: int, new: int) -> None:
     if text is None:
         guard.text.mark_unknown()
         return
+    _check_model(cache, text.config)
     if seen:
         _check_continuation(cache, seen, text, new)
     else:
@@ -54,6 +59,20 @@ def check_text(cache: Any, seen: int, new: int) -> None:
     ):
         guard.padding_of_pass = _check_padding(guard, text.mask, seen, new)
     guard.text.record_ids(text.ids, text.mask, seen)
+
+
+def _check_model(cache: Any, config: Any) -> None:
+    """Raise ValueError if a cache was made for another model than the one with this config."""
+    if not isinstance(config, PreTrainedConfig) or id(config) == cache.guard.checked_config:
+        return
+    reason = difference(config, cache.model_shape, {})
+    reason = reason or rotary_difference(config, json.loads(cache.model_settings))
+    if reason:
+        raise ValueError(
+            f"this cache was made for another model: {reason}. Make the H2OCache from the config "
+            "of the model that uses it"
+        )
+    cache.guard.checked_config = id(config)  # comparing takes longer than a decode step's checks
 
 
 def check_ids(text: SeenText, ids: Tensor, mask: Tensor | None = None) -> None:

@@ -92,6 +92,8 @@ class PassGuard:
         """See `h2o.hf.support.drops_cache_after`"""
         self.rope_deltas = RopeDeltas()
         self.text = SeenText()
+        self.checked_config = 0
+        """`id` of the config of the model that has been compared with the cache's"""
         self.skips_pads = False
         """Whether the positions of the prompt skip its padding"""
         self.has_independent_rows = False

@@ -162,15 +162,17 @@ def enlarge(slots: ops.Slots, sizes: list[int], larger: list[int]) -> ops.Slots:
 
 
 def row_numbers(indices: Tensor | Sequence[int]) -> Tensor:
-    """Numbers of batch rows, int64 [n]. `indices`: integers [n] or a bool mask [B]. Raises
-    ValueError for anything else, which would select by another axis or round."""
+    """Numbers of batch rows, int64 [n], or the mask [B], which torch compares with the batch.
+
+    `indices`: integers [n] or a bool mask [B]. Raises ValueError for anything else, which would
+    select by another axis or round."""
     rows = indices if isinstance(indices, Tensor) else torch.as_tensor(indices, device="cpu")
     if rows.ndim != 1 or (rows.is_floating_point() and len(rows)):
         raise ValueError(
             "indices must be row numbers, such as [0, 2], or a bool mask with an entry for each "
             f"row, not {indices!r}"
         )
-    return rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows.long()
+    return rows if rows.dtype == torch.bool else rows.long()
 
 
 def change_rows(slots: ops.Slots, change: Callable[[Tensor], Tensor]) -> ops.Slots:

@@ -7,6 +7,7 @@ copy and repeats the pass with the others. Assisted decoding needs this.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -92,8 +93,13 @@ def columns_left(tokens: int, seen: int) -> int:
     """Number of columns, out of `seen`, that remain after `crop(tokens)`.
 
     Raises:
+        TypeError: the number is not an integer.
         ValueError: this version of transformers does not accept the number.
     """
+    try:
+        tokens = operator.index(tokens)  # int() would round, and NaN is below no number
+    except TypeError:
+        raise TypeError(f"crop({tokens!r}): expected an integer") from None
     if not CROPS_TO_LENGTH and tokens > 0:
         raise ValueError(f"crop({tokens}): pass the number of tokens to remove as a negative int")
     left = tokens if CROPS_TO_LENGTH and tokens >= 0 else seen + tokens

@@ -55,16 +55,16 @@ class H2OLayer(BaseLayer):
         Nothing is stored until `attend`.
 
         Raises:
-            ValueError: wrong batch size or number of heads.
+            ValueError: wrong batch size, number of heads or size of a head.
             UnsupportedError: (a ValueError) key and value shapes that h2o does not support.
         """
         rows, values = self.variant.rows(self, key_states, value_states)
         shape = rows.shape
+        last = rows if values is None else values
         if self.slots is None:
             if shape[0] == 0:
                 raise ValueError("an H2OCache needs at least one row, not a batch of 0")
             # Under autocast, keys are float32 after rotation. Attention casts them like the values.
-            last = rows if values is None else values
             self.row_size = last.shape[-1], last.element_size()
         elif shape[0] != self.batch_size:
             self._raise_batch_error(shape[0])
@@ -73,6 +73,12 @@ class H2OLayer(BaseLayer):
                 f"this cache holds keys of {self.num_heads} heads in layer {self.layer_idx} and "
                 f"was given keys of {shape[1]} heads. It belongs to another model, or to the same "
                 "model split over another number of processes. Use a new H2OCache"
+            )
+        elif last.shape[-1] != self.row_size[0]:
+            raise ValueError(
+                f"this cache holds keys of {self.row_size[0]} elements in layer {self.layer_idx} "
+                f"and was given keys of {last.shape[-1]}. It belongs to another model. Use a new "
+                "H2OCache"
             )
         elif self.slots.keys.device != rows.device:  # loaded from a file, or the model was moved
             restore(self, take_snapshot(self).each(lambda x: x.to(rows.device)))
