@@ -181,11 +181,6 @@ class H2OConfig(Presets):
         """Return the config itself: it is immutable."""
         return self
 
-    def __getattr__(self, name: str) -> Any:
-        """Raise AttributeError, which says what to do if the config was given as the cache."""
-        hint = f". {_NOT_A_CACHE}" if name == "get_seq_length" else ""
-        raise AttributeError(f"an H2OConfig has no attribute {name!r}{hint}")
-
     @classmethod
     def recommended(cls, budget: Amount) -> H2OConfig:
         """The preset that `budget=` alone selects: `echo`. A float is a share of a full cache's
@@ -301,21 +296,6 @@ class H2OConfig(Presets):
                 f"budget={self.budget} already determines heavy and recent: give either budget, or "
                 "heavy and recent. To change the budget of a config, make a new config"
             )
-
-
-_NOT_A_CACHE = "A config is not a cache: pass cache=h2o.H2OCache(model, h2o_config)"
-"""Hint for a config that was given to a model as its cache"""
-
-_set_frozen = H2OConfig.__setattr__
-
-
-def _set_attribute(self: H2OConfig, name: str, value: Any) -> None:
-    if name == "_is_user_defined":  # generate() marks the cache that it was given
-        raise TypeError(_NOT_A_CACHE)
-    _set_frozen(self, name, value)
-
-
-H2OConfig.__setattr__ = _set_attribute  # type: ignore[method-assign]
 
 
 def _each(budget: Any) -> tuple[Any, ...]:

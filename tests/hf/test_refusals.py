@@ -166,18 +166,6 @@ def test_a_cache_of_another_model(name, seen):
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
-def test_a_config_in_the_place_of_a_cache():
-    ours, (ids,) = model("llama"), prompts(20)
-    config, words = H2OConfig(**SMALL), r"not a cache: pass cache=h2o\.H2OCache"
-    with pytest.raises(AttributeError, match=words):
-        ours(ids, **with_cache(config))
-    with pytest.raises(TypeError, match=words):
-        greedy(ours, {"input_ids": ids}, **with_cache(config))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.heavy = 7
-    assert not hasattr(config, "tolist")
-
-
 def test_a_config_under_the_name_of_the_model():
     ours, config = model("llama"), H2OConfig(**SMALL)
     with pytest.raises(TypeError, match=r"Write h2o_config=\.\.\., or H2OCache\(model, H2OConfig"):

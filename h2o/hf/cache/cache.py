@@ -56,9 +56,10 @@ class H2OCache(CacheInspection):
     ```
 
     One cache holds one conversation, or one batch of conversations. Reusing the cache continues
-    the conversation. Call `reset()` for another one, and if weights or adapters change, which goes
-    unnoticed. A pipeline or a loop over prompts needs `h2o.patched()`, a fresh cache for each call.
-    Sliding windows, states and the keys of images stay in transformers' own cache layers.
+    the conversation. Call `reset()` before another one, and when the weights or an adapter change,
+    which the cache does not notice. For a pipeline or a loop over prompts use `h2o.patched()`. It
+    creates a cache for each call. Sliding windows, states and keys of images stay in transformers'
+    own cache layers.
 
     Args:
         config: a model, or its config (`model.config`). Pass the model if you use a profile,
