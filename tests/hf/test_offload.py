@@ -127,7 +127,7 @@ def test_what_is_held_follows_the_keys(trace):
     cache = new_cache(**SMALL, trace=trace)
     feed(cache, drifting(3, B=1, N=20), [20])
     layer = cache.layers[0]
-    key = torch.empty(1, 2, 1, 8, device="meta")
+    key = torch.empty(1, 2, 1, 16, device="meta")
     layer.update(key, key)
     tensors = [x for x in layer.slots if x is not None]
     tensors += [layer.trace.real, layer.trace.evicted_after] if trace else []
