@@ -7,6 +7,8 @@ H2O_TARGET_BEGIN("avx2,fma,f16c")
 
 #define LEVEL avx2
 #define H2O_VEC_AVX2
+#define H2O_DOT_BYTES
+#define H2O_DOT_WORDS
 #include "table.inc"
 
 H2O_TARGET_END
