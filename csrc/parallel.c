@@ -72,20 +72,29 @@ static void take_part(void *argument) {
  *
  * So each call of a borrowed pool measures its stall: its time before and after the work. If the
  * stall is longer than the work, the calls that follow use the own pool, for as long as the stall
- * took. Then the borrowed pool gets another try. If it stalls again within RARE times the stall's
- * length, the time on the own pool doubles, up to MOST_DOUBLINGS times. */
+ * took, and then while the system reports that other threads want all processors. Then the borrowed
+ * pool gets another try. If it stalls again within RARE times the stall's length, the time on the own
+ * pool doubles, up to MOST_DOUBLINGS times. */
 
-enum { LEAST_STALL = 200000, LONGEST_STALL = 10000000 }; /* nanoseconds */
+enum { LEAST_STALL = 200000, LONGEST_STALL = 10000000, REPORTED_FOR = 1000000 }; /* nanoseconds */
 enum { MOST_DOUBLINGS = 6, RARE = 10 };
 
 static struct {
-    _Atomic int64_t until; /* calls use the own pool until then */
+    atomic_bool lasts;     /* since the last stall */
+    _Atomic int64_t until; /* calls use the own pool until then, at least */
     atomic_int doublings;
 } crowd;
 
 static bool is_crowded(void) {
-    const int64_t until = crowd.until;
-    return until != 0 && h2o_now() < until;
+    if (!crowd.lasts) return false;
+    const int64_t now = h2o_now();
+    if (now < crowd.until) return true;
+    if (h2o_machine_is_full("")) {
+        crowd.until = now + REPORTED_FOR;
+        return true;
+    }
+    crowd.lasts = false;
+    return false;
 }
 
 /* take_part for the threads of a borrowed pool. */
@@ -115,6 +124,7 @@ static void measure_stall(const job *work, int64_t began) {
     }
     crowd.doublings = doublings;
     crowd.until = now + (stall << doublings);
+    crowd.lasts = true;
 }
 
 /* ---- Borrowed pools ---------------------------------------------------- */

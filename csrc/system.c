@@ -109,7 +109,7 @@ void h2o_at_fork(void (*before)(void), void (*in_parent)(void), void (*in_child)
 
 #endif
 
-/* ---- A container's quota ------------------------------------------------- */
+/* ---- A container's quota, and the machine's load -------------------------- */
 
 #if defined(__linux__)
 
@@ -174,12 +174,26 @@ int h2o_quota(const char *root) {
     return least < INT_MAX ? (int)ceil(least) : INT_MAX;
 }
 
+/* The fourth field of loadavg counts the threads that run or wait, the caller among them. */
+bool h2o_machine_is_full(const char *root) {
+    char path[PATH];
+    long runnable = 0;
+    if (snprintf(path, sizeof path, "%s/proc/loadavg", root) >= PATH) return false;
+    FILE *const file = fopen(path, "re");
+    if (!file) return false;
+    const bool found = fscanf(file, "%*f %*f %*f %ld/", &runnable) == 1;
+    fclose(file);
+    return found && runnable > sysconf(_SC_NPROCESSORS_ONLN);
+}
+
 #else
 
 int h2o_quota(const char *root) {
     (void)root;
     return INT_MAX;
 }
+
+bool h2o_machine_is_full(const char *root) { return (void)root, false; }
 
 #endif
 

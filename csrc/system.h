@@ -37,6 +37,10 @@ int h2o_processors(void);
  * pass anything but "". */
 int h2o_quota(const char *root);
 
+/* Whether at least as many other threads as the machine has processors run or wait for one. False on
+ * systems that do not tell. root: see h2o_quota. */
+bool h2o_machine_is_full(const char *root);
+
 /* Registers functions to call around each fork, on systems that have it: before it in the parent,
  * after it in the parent and in the child. */
 void h2o_at_fork(void (*before)(void), void (*in_parent)(void), void (*in_child)(void));

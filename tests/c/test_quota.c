@@ -1,4 +1,5 @@
-/* test_quota.c - processor quotas in files of control groups, in folders created by the test. */
+/* test_quota.c - processor quotas in files of control groups, and the machine's load, in folders
+ * created by the test. */
 #define _GNU_SOURCE
 #include "system.h"
 
@@ -54,10 +55,25 @@ static void version_1(void) {
     CHECK(h2o_quota(root) == INT_MAX);
 }
 
+/* The machine is full if more threads run or wait than it has processors, this one included. */
+static void load(void) {
+    char line[64];
+    CHECK(!h2o_machine_is_full(root)); /* no such file */
+    for (long more = 0; more < 2; more++) {
+        snprintf(line, sizeof line, "0.50 9.25 1.00 %ld/80 11206\n",
+                 sysconf(_SC_NPROCESSORS_ONLN) + more);
+        write_file("proc/loadavg", line);
+        CHECK(h2o_machine_is_full(root) == (more == 1));
+    }
+    write_file("proc/loadavg", "no numbers\n");
+    CHECK(!h2o_machine_is_full(root));
+}
+
 int main(void) {
     CHECK(mkdtemp(root) != NULL);
     version_2();
     version_1();
+    load();
     char command[64];
     snprintf(command, sizeof command, "rm -r %s", root);
     CHECK(system(command) == 0);
