@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from h2o.analysis.result import Analysis
+from h2o.budgets import check_prompt_length
 from h2o.config import H2OConfig, resolve_config
 from h2o.hf.model_traits import tensor_parallel
 
@@ -61,6 +62,13 @@ def analyze(
             "analyze() shows all heads of a model, but this is "
             f"{tensor_parallel.describe_part(part)}: load the "
             "model whole, in one process without tp_plan or distributed_config"
+        )
+    lengths = check_prompt_length(prompt_length)
+    longest = lengths if isinstance(lengths, int) else max(lengths)
+    if longest >= len(ids):
+        raise ValueError(
+            f"prompt_length is {longest}, but the text has {len(ids)} tokens, so nothing "
+            f"would be evicted: use a number from 1 to {len(ids) - 1}, or a longer text"
         )
     return Analysis(model, ids, config, prompt_length)
 

@@ -271,6 +271,8 @@ def test_what_does_not_fit_is_refused():
         h2o.analyze(model, ids, attention_mask=torch.ones(1, 19))
     with pytest.raises(TypeError, match="unknown parameter 'havy'"):
         h2o.analyze(model, ids, havy=3)
+    with pytest.raises(ValueError, match="20, but the text has 20 tokens, so nothing would be evi"):
+        h2o.analyze(model, ids, heavy=4, recent=4, prompt_length=20)
     with pytest.raises(ValueError, match="nothing for h2o to analyze"):
         h2o.analyze(tiny.model("mistral-window", "sdpa"), ids)
     model.train()

@@ -198,8 +198,10 @@ class ModelRotary:
                         raise LookupError(f"layer {layer} does more than rotate by these angles")
                 self.rotated_layers = frozenset(recorded)
                 return
-            except (LookupError, TypeError, RuntimeError) as error:  # or it takes other arguments
-                problems.append(str(error))
+            except (LookupError, TypeError, RuntimeError) as error:
+                known = type(error) is LookupError
+                name = getattr(self.function, "__name__", "its rotation")
+                problems.append(str(error) if known else f"{name} takes other angles than h2o gives")
         if problems:
             raise LookupError("; ".join(problems))
 
