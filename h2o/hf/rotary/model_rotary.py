@@ -199,9 +199,9 @@ class ModelRotary:
                 self.rotated_layers = frozenset(recorded)
                 return
             except (LookupError, TypeError, RuntimeError) as error:
-                known = type(error) is LookupError
                 name = getattr(self.function, "__name__", "its rotation")
-                problems.append(str(error) if known else f"{name} takes other angles than h2o gives")
+                ours = type(error) is LookupError
+                problems.append(str(error) if ours else f"{name} takes other angles than h2o's")
         if problems:
             raise LookupError("; ".join(problems))
 
