@@ -34,8 +34,8 @@
  *   vb_widen(p)             2 * VL signed bytes as words
  *   vb_dot_words(c, a, b)   per lane c + a.first * b.first + a.second * b.second
  *   vb_hsums(v)             lane i is the sum over the lanes of v[i], i < VL
- *   vb_regroup(v, n, x)     v[n], n = 1, 2 or 4, whose lane VL / n * h + k becomes lane
- *                           VL / n * i + k of x[h] for v[i]
+ *   vb_regroup(v, n, x)     lane VL / n * h + k of v[i] becomes lane VL / n * i + k of x[h], for
+ *                           i and h below n, which is 1, 2 or 4
  *   vb_store_words(p, x)    the low words of VL integers
  *
  * and without:
