@@ -132,15 +132,16 @@ cuda: h2o/kernels.fatbin ## build the kernels for GPUs, in minutes, with the com
 
 # Each target takes half of the time. Two pytest processes with separate lists each import and collect
 # only half of the tests.
+HF_HALF := tests/hf tests/evaluation
 PYTEST_MARKS := -m "not slow"
 test-python: .venv/core .venv/test ## run pytest, in two processes
 	+@$(TOGETHER) $(SYNCED) test-python-hf test-python-rest PYTEST_MARKS='$(PYTEST_MARKS)'
 
 test-python-hf:
-	$(BIN)/python -m pytest -q $(PYTEST_MARKS) tests/hf
+	$(BIN)/python -m pytest -q $(PYTEST_MARKS) $(HF_HALF)
 
 test-python-rest:
-	$(BIN)/python -m pytest -q $(PYTEST_MARKS) --ignore tests/hf
+	$(BIN)/python -m pytest -q $(PYTEST_MARKS) $(HF_HALF:%=--ignore %)
 
 test-torch-backend: .venv/core .venv/test ## run tests/torch and tests/hf with the torch backend on the CPU
 	H2O_BACKEND=torch $(BIN)/python -m pytest -q $(PYTEST_MARKS) tests/torch tests/hf

@@ -388,8 +388,8 @@ static void check_spare(const scene *s, const answer *a) {
 }
 
 static void check_units(const scene *s, const text *t, const answers *a) {
-    for (int64_t i = 0; JUDGED && i < s->dims.B * s->dims.G; i++) {
-        check_unit(s, t, a, i / s->dims.G, i % s->dims.G);
+    for (int64_t i = 0; i < s->dims.B * s->dims.G; i++) {
+        if (is_judged(i)) check_unit(s, t, a, i / s->dims.G, i % s->dims.G);
     }
 }
 

@@ -203,8 +203,8 @@ static void test_shape(const h2o_ops *ops, const shape *s) {
     if (p.has_slots) copy_scores(&p, &scores);
     run_operation(H2O_ATTEND, &checked, &one);
     h2o_view log_sums = log_sums_of(ops, s, p, 1), by_more = log_sums_of(ops, s, p, 7);
-    for (int64_t i = 0; JUDGED && i < s->B * s->G; i++) {
-        check_head(s, &p, &scores, &log_sums, i / s->G, i % s->G);
+    for (int64_t i = 0; i < s->B * s->G; i++) {
+        if (is_judged(i)) check_head(s, &p, &scores, &log_sums, i / s->G, i % s->G);
     }
     CHECK(memcmp(log_sums.data, by_more.data, tensor_bytes(&log_sums)) == 0);
     free(log_sums.data), free(by_more.data);
