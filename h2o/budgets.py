@@ -6,7 +6,6 @@ This module works on plain numbers, without torch.
 from __future__ import annotations
 
 import contextlib
-import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -157,13 +156,12 @@ def check_amount(name: str, value: Any) -> Amount:
     if is_integer(value):
         return check_tokens(name, value)
     if is_number(value):
-        fraction = float(value)
-        if math.isnan(fraction) or not 0 <= fraction <= 1:
+        if not 0 <= value <= 1:  # NaN fails as well
             raise ValueError(
                 f"{name}={value!r}: a float is a fraction and must be in [0, 1]; for a number of "
                 "tokens give an int"
             )
-        return fraction
+        return float(value)
     raise TypeError(
         f"{name} must be a number of tokens (an int, such as 512) or a fraction (a float in "
         f"[0, 1], such as 0.2), not {value!r}"

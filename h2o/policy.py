@@ -120,7 +120,7 @@ def check_policy(policy: Policy, choices: Sequence[str] = get_args(OperationScor
     """
     _, score_by, decay, value_weighted = policy
     sinks = check_tokens("sinks", policy.sinks)
-    if score_by not in choices:
+    if not isinstance(score_by, str) or score_by not in choices:
         *others, last = (f'"{name}"' for name in choices)
         raise ValueError(f"score_by must be {', '.join(others)} or {last}, not {score_by!r}")
     if not is_number(decay):

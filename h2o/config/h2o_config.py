@@ -140,10 +140,11 @@ class H2OConfig(Presets):
                 f"{policy}"
             )
         for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
+            value = getattr(self, name)
+            if not isinstance(value, str | None) or value not in choices:
                 *others, last = (f'"{x}"' if x else "None" for x in choices)
                 text = f"{', '.join(others)} or {last}"
-                raise ValueError(f"{name} must be {text}, not {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be {text}, not {value!r}")
         if self.budget_unit == "keys":
             put(self, "_token_bytes", None)  # left by dataclasses.replace
         elif not all(isinstance(x, float) for x in (self.heavy, self.recent)):

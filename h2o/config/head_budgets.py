@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import sys
 from typing import Any
 
 from h2o.budgets import is_list
@@ -56,7 +57,7 @@ def check_table(shares: Any) -> Any:
         )
     for layer, row in enumerate(rows):
         for head, share in enumerate(row):
-            if not (is_number(share) and math.isfinite(share) and share > 0):
+            if not (is_number(share) and 0 < share <= sys.float_info.max):
                 raise ValueError(
                     f"head_shares[{layer}][{head}] is {share!r}, wanted a positive number"
                 )

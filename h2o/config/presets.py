@@ -94,7 +94,7 @@ class Presets:
         Without `profile` the cache uses the one that h2o ships for the model, and raises ValueError
         if there is none.
         """
-        ranked = {"score_by": "mean-echo", "head_shares": profile or "shipped"}
+        ranked = {"score_by": "mean-echo", "head_shares": "shipped" if profile is None else profile}
         return dataclasses.replace(cls.robust(budget, budget_unit), **ranked)
 
     @classmethod

@@ -6,6 +6,7 @@ import dataclasses
 import pickle
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +104,10 @@ def test_is_frozen_and_pickles():
             ValueError,
             'score_by must be "sum", "mean", "max", "mean-echo" or "random", not',
         ),
+        ({"score_by": np.array(["sum"])}, ValueError, 'score_by must be "sum", "mean", "max"'),
+        ({"kv_dtype": np.array(["int8"])}, ValueError, 'kv_dtype must be None, "auto", "int8" or'),
+        ({"heavy": Fraction(10**400)}, ValueError, "for a number of tokens give an int"),
+        ({"head_shares": [[1, 10**400]]}, ValueError, r"head_shares\[0\]\[1\] is 1000"),
         ({"decay": 1.1}, ValueError, "decay must be in"),
         ({"decay": float("nan")}, ValueError, "decay must be in"),
         ({"decay": "1"}, TypeError, "decay must be a number"),
@@ -171,6 +176,11 @@ def test_calibrated_is_robust_with_a_profile_and_echo_in_prompts():
         assert (calibrated.score_by, calibrated.head_shares) == ("mean-echo", profile)
         assert calibrated.policy == robust.policy  # the operations rank by the mean
         assert dataclasses.replace(calibrated, score_by="mean", head_shares=None) == robust
+    table = np.array([[1, 2], [3, 4]])
+    assert H2OConfig.calibrated(0.2, table).head_shares == ((1, 2), (3, 4))
+    with pytest.raises(ValueError, match="the same number of heads, at least one, in each layer"):
+        H2OConfig.calibrated(0.2, [])
+    assert H2OConfig.calibrated(0.2).head_shares == "shipped"
 
 
 def test_a_cache_tells_its_config():
