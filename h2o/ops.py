@@ -142,11 +142,10 @@ def attend(
     highest), since 0 times infinity is NaN. If torch's own attention computes prompts on CUDA
     (`h2o info` says so), outputs of up to about a hundred earlier tokens may be NaN too.
     """
-    if needs_check(query):
-        _check_memory(
-            slots, query=query, keys=keys, values=values, mask=mask, out=out, scores=scores,
-            sink_logits=sink_logits,
-        )  # fmt: skip
+    _check_memory(
+        slots, query=query, keys=keys, values=values, mask=mask, out=out, scores=scores,
+        sink_logits=sink_logits,
+    )  # fmt: skip
     if fields:
         policy = resolve_policy(policy, fields)
     backend = backends.backend_for(query)
@@ -173,8 +172,7 @@ def log_sums(
     The weight of a single key is exp(logit - log sum). If the weights of only a few keys are
     needed, this takes half the work of `attend`. Arguments are as in `attend`. None is modified.
     """
-    if needs_check(query):
-        _check_memory(slots, query=query, keys=keys, mask=mask, sink_logits=sink_logits)
+    _check_memory(slots, query=query, keys=keys, mask=mask, sink_logits=sink_logits)
     scale, out, scores = _fill_in(query, keys, scale, None, float32=None)
     sums = None if get_4d_sizes(query) is None else empty(query, tuple(query.shape[:3]), "float32")
     values = keys if slots is None or slots.values is not None else None
@@ -212,8 +210,7 @@ def evict(
             `attend`. `score_by="max"` needs scores that `attend` computed with "max". "mean" with a
             decay divides by the sum of decay^age over the queries.
     """
-    if needs_check(keys):
-        _check_memory(slots, keys=keys, values=values, scores=scores, mask=mask)
+    _check_memory(slots, keys=keys, values=values, scores=scores, mask=mask)
     if fields:
         policy = resolve_policy(policy, fields)
     backends.backend_for(keys).evict(keys, values, scores, mask, slots, policy)
@@ -317,11 +314,10 @@ def simulate(
         the first query that no longer sees the key, counting padding; Q if there is none, and 0 for
         padding. scores is [B, G, Q] float32, the score at the end or at eviction.
     """
-    if needs_check(query):
-        _check_memory(
-            None, query=query, keys=keys, values=values, prompt=prompt, budget=budget, mask=mask,
-            out=out, evicted_at=evicted_at, scores=scores, sink_logits=sink_logits,
-        )  # fmt: skip
+    _check_memory(
+        None, query=query, keys=keys, values=values, prompt=prompt, budget=budget, mask=mask,
+        out=out, evicted_at=evicted_at, scores=scores, sink_logits=sink_logits,
+    )  # fmt: skip
     if fields:
         policy = resolve_policy(policy, fields)
     backend = backends.backend_for(query)

@@ -69,16 +69,16 @@ def _grad_enabled() -> bool:
 
 
 def needs_check(leader: Tensor) -> bool:
-    """Whether `check_memory` may find anything. `leader`: the call's first tensor, whose library
-    the others usually share."""
+    """Whether `check_memory` is likely to find anything, for a decode step, of which it would be a
+    noticeable part. `leader`: the call's first tensor, whose library the others usually share."""
     return _grad_enabled() or isinstance(leader, np.ndarray)
 
 
 def check_memory(tensors: dict[str, Tensor]) -> None:
     """Check tensors, given by name, of which an operation reads only the memory.
 
-    Raises: BufferError for a tensor that requires grad, if torch records gradients, and for a
-    masked array.
+    Raises: BufferError for a tensor that requires grad, if torch records gradients, for one that
+    torch has negated without changing its memory, and for a masked array.
     """
     records = _grad_enabled()
     for name, tensor in tensors.items():
@@ -86,6 +86,11 @@ def check_memory(tensors: dict[str, Tensor]) -> None:
             raise BufferError(
                 f"{name}: requires grad, but h2o's operations are not differentiable; "
                 "call them under torch.no_grad() or pass tensor.detach()"
+            )
+        if hasattr(tensor, "is_neg") and tensor.is_neg():
+            raise BufferError(
+                f"{name}: is a negative view (as x.conj().imag is), so its memory has the opposite "
+                "sign; pass tensor.resolve_neg()"
             )
         if isinstance(tensor, np.ma.MaskedArray):
             raise BufferError(

@@ -13,7 +13,7 @@ they refuse to make for more kinds of tensors."""
 
 
 def plain_bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+    return tensor.detach().resolve_neg().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 class TorchCall(Call):

@@ -245,6 +245,16 @@ def test_inference_mode():
 # ---- Tensors without plain memory --------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("name", "tensor"), FLOATS)
+def test_memory_with_the_opposite_numbers(name, tensor, refused):
+    call = make(name)
+    negated = call.put(tensor, torch._neg_view(call.get(tensor)))
+    refused(negated, BufferError, f"^{tensor}: is a negative view .*resolve_neg")
+    with torch.set_grad_enabled(name.startswith("step")):
+        refused(negated, BufferError, f"^{tensor}: is a negative view .*resolve_neg")
+    call.put(tensor, negated.get(tensor).resolve_neg()).run()
+
+
 class Wrapper(torch.Tensor):
     """A tensor made of other tensors, like DTensor."""
 
