@@ -25,6 +25,8 @@ NAMES = (
     "Agnes", "Bernard", "Clarissa", "Dmitri", "Eleanor", "Fergus", "Gudrun", "Hakim",
     "Ingrid", "Jerome", "Katarina", "Leopold", "Miriam", "Norbert", "Olga", "Percival",
 )  # fmt: skip
+SUBJECTS = min(len(TOWNS), len(NAMES))
+"""Number of different questions of each kind of fact."""
 THINGS = (
     "anvil", "barrel", "carpet", "dresser", "flowerpot", "harpsichord", "kettle", "ladder",
     "mattress", "piano", "rug", "statue", "stove", "sundial", "telescope", "wardrobe",

@@ -24,7 +24,7 @@ import torch
 
 from h2o.errors import UserError
 from h2o.evaluation import protocols
-from h2o.evaluation.facts import KINDS, Fact
+from h2o.evaluation.facts import KINDS, SUBJECTS, Fact
 from h2o.evaluation.text_tasks import Samples, TextTask, format_error
 
 LENGTHS = (256, 512, 1024)
@@ -64,11 +64,10 @@ class Needles(TextTask):
         Raises: UserError for options out of range, and for a text with fewer tokens than a length,
         or without sentences.
         """
-        if decoys < 0:
-            raise UserError(f"--decoys {decoys}: must be at least 0")
         if each < 1 or each % 1:
             raise UserError(f"--limit {each:g}: must be a number of texts, at least 1")
         chosen, kinds = parse_lengths(lengths), parse_kinds(facts)
+        check_decoys(decoys, kinds)
         ids = tokenizer(text, verbose=False)["input_ids"]
         if len(ids) < max(chosen):
             raise UserError(
@@ -146,6 +145,20 @@ def parse_kinds(facts: str | Sequence[str]) -> list[str]:
     if unknown := [name for name in chosen if name not in KINDS]:
         raise UserError(f"--facts {unknown[0]}: unknown; choose from all, {', '.join(KINDS)}")
     return chosen
+
+
+def check_decoys(decoys: int, kinds: Sequence[str]) -> None:
+    """Raise UserError unless the kinds have enough different questions for so many decoys."""
+    if decoys < 0:
+        raise UserError(f"--decoys {decoys}: must be at least 0")
+    is_twice = any(a == b for a, b in itertools.pairwise([*kinds, kinds[0]]))
+    most = SUBJECTS // (2 if is_twice else 1) - 1
+    if decoys > most:
+        more = f". Up to {SUBJECTS - 1} fit with --facts number,place" if is_twice else ""
+        raise UserError(
+            f"--decoys {decoys}: must be at most {most} with --facts {','.join(kinds)}, since a "
+            f"kind of fact has {SUBJECTS} different questions{more}"
+        )
 
 
 def results(doc: dict[str, Any], answers: Sequence[list[bool]]) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -68,6 +70,18 @@ def test_decoys_are_facts_of_the_same_kinds_about_others(tokenizer):
     for question, answer in asked:
         begins = question.partition("\nAnswer: ")[2]
         assert row["text"].count(f"{begins}{answer}.") == 1
+
+
+def test_as_many_decoys_as_there_are_questions(tokenizer):
+    """More would be drawn for ever."""
+    draw = random.Random(0)
+    for make in facts.KINDS.values():
+        assert len({make(draw).question for _ in range(1000)}) == facts.SUBJECTS
+    for kinds, most in (("number", 7), ("number,number,gate", 7), ("number,gate", 15), ("all", 15)):
+        (row, *_) = Needles.make_rows(TEXT, tokenizer, (60,), 1, kinds, decoys=most)
+        assert len(row["asked"]["facts"]) == 2 * (most + 1)
+        with pytest.raises(UserError, match=f"--decoys {most + 1}: must be at most {most} with"):
+            Needles.make_rows(TEXT, tokenizer, (60,), 1, kinds, decoys=most + 1)
 
 
 def test_each_question_is_answered_as_if_it_were_the_only_one(tokenizer):
@@ -177,6 +191,7 @@ def test_shares_and_errors():
         (["--lengths", "0"], 1, "--lengths 0"),
         (["--facts", "gates"], 1, "unknown; choose from all, number, place"),
         (["--decoys", "-1"], 1, "--decoys -1: must be at least 0"),
+        (["--decoys", "8"], 1, "Up to 15 fit with --facts number,place"),
         (["--limit", "0.5"], 1, "--limit 0.5: must be a number of texts"),
     ],
 )
