@@ -136,6 +136,16 @@ static void value_rows(const text *t) {
     scale_rows(&t->values, 3, 11, 0.001f);
 }
 
+/* One element of some values. */
+static void value_elements(const text *t) {
+    float *const x = t->values.data;
+    for (int64_t i = 0; i < t->values.shape[0] * t->values.shape[1]; i++) {
+        for (int64_t q = 5; q < t->values.shape[2]; q += 17) {
+            x[(i * t->values.shape[2] + q) * t->values.shape[3] + 7] = 20000.0f;
+        }
+    }
+}
+
 static void key_rows(const text *t) { aim(t, 5, 17, -60.0f); }
 
 static void everything(const text *t) {
@@ -442,6 +452,7 @@ int main(void) {
                  {"both channels", both_channels},
                  {"value channels", value_channels},
                  {"value rows", value_rows},
+                 {"value elements", value_elements},
                  {"key rows", key_rows},
                  {"everything", everything}};
     /* steps with each number of heads of a pass over rows, and with two passes; chunks; a prompt */

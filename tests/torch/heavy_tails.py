@@ -97,6 +97,10 @@ def value_rows(text: Text) -> None:
     text.values[:, :, 3::11] *= 0.001
 
 
+def value_elements(text: Text) -> None:
+    text.values[:, :, 5::17, 7] = 20000.0
+
+
 def key_rows(text: Text) -> None:
     _aim(text, slice(5, None, 17), -60.0)
 
@@ -115,6 +119,7 @@ KINDS = {
     "both channels": both_channels,
     "value channels": value_channels,
     "value rows": value_rows,
+    "value elements": value_elements,
     "key rows": key_rows,
     "everything": everything,
 }
