@@ -72,6 +72,11 @@ static int parse_field(const h2o_policy_field *field, PyObject *object, h2o_poli
     case H2O_FIELD_FLOAT:
         return parse_float(field->name, object, at);
     case H2O_FIELD_BOOL:
+        if (!PyNumber_Check(object)) { /* "false" and None would have a truth value too */
+            PyErr_Format(PyExc_TypeError, "%s: is %.100R, wanted True or False", field->name,
+                         object);
+            return -1;
+        }
         answer = PyObject_IsTrue(object);
         *(bool *)at = answer > 0;
         return answer < 0 ? -1 : 0;

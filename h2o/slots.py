@@ -14,7 +14,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from h2o.budgets import UNLIMITED
+from h2o.budgets import UNLIMITED, check_tokens
 from h2o.kv_dtype import stored_bytes
 from h2o.tensors import full, get_4d_sizes
 
@@ -143,7 +143,8 @@ def new_slots(
     B, G, _, D = sizes_of_keys(keys)
     even = isinstance(capacity, numbers.Integral)
     each = [operator.index(x) for x in ([capacity] if even else capacity)]
-    heavy, recent = operator.index(heavy), operator.index(recent)
+    heavy = check_tokens("heavy", operator.index(heavy))
+    recent = check_tokens("recent", operator.index(recent))
     if min(each, default=0) < 1:
         raise ValueError(f"capacity: is {capacity}, wanted at least 1: k + 1 for rows of budget k")
     starts, budgets, shape = None, (B, 2), (B, G, each[0])

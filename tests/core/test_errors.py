@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -166,6 +167,9 @@ def test_slots_take_whole_numbers():
     for wrong in ({"capacity": 1.5}, {"capacity": [2, 1.5]}, {"heavy": 0.5}, {"recent": 0.5}):
         with pytest.raises(TypeError, match="'float' object"):
             ops.new_slots(keys, **{"capacity": 3, **wrong})
+    for name, wrong in itertools.product(("heavy", "recent"), (-1, 2**31)):
+        with pytest.raises(ValueError, match=f"^{name} must be from 0 to 2147483647 tokens, not"):
+            ops.new_slots(keys, **{"capacity": 3, name: wrong})
 
 
 @pytest.mark.parametrize(("name", "tensor"), EVERY_WRITTEN)
@@ -221,6 +225,7 @@ SCALARS = [
     *[("sinks", wrong, TypeError) for wrong in (1.5, "1", None)],
     *[("score_by", wrong, ValueError) for wrong in ("", "summ", "SUM", "\N{SNOWMAN}", "\ud800")],
     *[("score_by", wrong, TypeError) for wrong in (None, b"sum", 0)],
+    *[("value_weighted", wrong, TypeError) for wrong in ("false", None, [])],
     *[("value_weighted", wrong, ValueError) for wrong in (np.ones(2),)],
 ]
 
