@@ -17,7 +17,7 @@ from h2o.config import H2OConfig, resolve_config
 from h2o.config.layer_plan import LayerPlan
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
 from h2o.hf.simulation.simulation import simulated
-from h2o.number_checks import is_number
+from h2o.number_checks import is_integer, is_number
 from h2o.utils.draw import axes_or_new, pieces, shade_text
 
 if TYPE_CHECKING:
@@ -150,9 +150,9 @@ class Analysis:
         held = (self.evicted_at(layer)[:, : at + 1] > at).astype(float)
         if head is None:
             held = held.mean(0)
-        elif per == "layer" or not 0 <= head < len(scores):
+        elif per == "layer" or not is_integer(head) or not 0 <= head < len(scores):
             raise ValueError(
-                f'there is no head {head} with per="{per}": kv has {self.groups} heads, query '
+                f'there is no head {head!r} with per="{per}": kv has {self.groups} heads, query '
                 f"{self.heads}"
             )
         else:
@@ -203,6 +203,7 @@ class Analysis:
         """
         if by not in ("layer", "head", "half"):
             raise ValueError(f"by must be layer, head or half, not {by!r}")
+        self.scores(self.layers[0], per)  # raises for an unknown `per`, which by="layer" ignores
         if by == "head" and per == "layer":
             raise ValueError('overlap(by="head") compares heads: per must be "kv" or "query"')
         if by == "half":
@@ -253,9 +254,7 @@ class Analysis:
         Returns:
             `{"full": {0.0: perplexity}, "heavy": {share: perplexity}}`, and "random" and "recent".
         """
-        removal.check_shares(shares)
-        if limit is not None and limit < 2:
-            raise ValueError(f"limit must be at least 2 tokens, not {limit}")
+        shares = removal.check_arguments(shares, limit, seed)
         ids = self._tensor[:limit]
 
         def cell(kind: str, share: float) -> float:
@@ -374,8 +373,8 @@ class Analysis:
 
     def _check_step(self, at: int | None) -> int:
         at = len(self) - 1 if at is None else at
-        if not 0 <= at < len(self):
-            raise ValueError(f"at must be a token's position, 0 to {len(self) - 1}, not {at}")
+        if not is_integer(at) or not 0 <= at < len(self):
+            raise ValueError(f"at must be a token's position, 0 to {len(self) - 1}, not {at!r}")
         return at
 
     def _scores_up_to(self, at: int | None) -> dict[int, np.ndarray]:

@@ -181,6 +181,7 @@ def test_removal_of_nothing_and_of_everything():
     assert a.removal((0.2,), seed=1)["random"][0.2] != table["random"][0.2]
     assert a.removal((0.2,), limit=150)["full"][0.0] != table["full"][0.0]
     assert len(a.removals) == 12
+    assert a.removal(share for share in (0.0, 0.2)) == table
 
 
 def test_a_short_text_loses_keys_too():
@@ -190,7 +191,7 @@ def test_a_short_text_loses_keys_too():
     table = a.removal((0.5,))
     for kind in ("heavy", "random", "recent"):
         assert table[kind][0.5] != pytest.approx(table["full"][0.0], rel=1e-3)
-    for limit in (-1, 0, 1):
+    for limit in (-1, 0, 1, 2.5):
         with pytest.raises(ValueError, match="at least 2 tokens"):
             a.removal(limit=limit)
 
@@ -285,17 +286,21 @@ def test_what_does_not_fit_is_refused():
         lambda: a.scores(2),
         lambda: a.scores(0, "head"),
         lambda: a.scores(0, at=20),
+        lambda: a.scores(0, at=1.5),
         lambda: a.tokens(Digits(), 0, 2),
+        lambda: a.tokens(Digits(), 0, 0.5),
         lambda: a.tokens(Digits(), 0, 4, per="query"),
         lambda: a.overlap("word"),
         lambda: a.overlap("head", "layer"),
+        lambda: a.overlap("layer", "heads"),
         lambda: a.sparsity(0),
         lambda: a.sparsity("1%"),
         lambda: a.removal([1.5]),
         lambda: a.removal(["1%"]),
+        lambda: a.removal(seed="1"),
         lambda: a.table("words"),
     ):
-        with pytest.raises(ValueError, match=r"layer|per|at|head|by|threshold|share|table"):
+        with pytest.raises(ValueError, match=r"layer|per|at|head|by|threshold|share|table|seed"):
             wrong()
     with pytest.raises(TypeError, match=r"shares must be a list of shares, such as .* not 0.2"):
         a.removal(0.2)
