@@ -206,6 +206,11 @@ def iterate_windows(input_ids: Any, window: int, limit: int | None) -> Iterator[
 def _texts(input_ids: Any) -> Iterator[tuple[str, Tensor]]:
     """Name and token ids int64 [n] of each text."""
     if isinstance(input_ids, Mapping):
+        if "attention_mask" in input_ids:  # its ones would be read as a text
+            raise TypeError(
+                "input_ids is everything that a tokenizer returns, wanted token ids: "
+                'h2o.calibrate(model, tokenizer(text, return_tensors="pt")["input_ids"])'
+            )
         named = [(str(name), ids) for name, ids in input_ids.items()]
     elif isinstance(input_ids, Sequence) and not isinstance(input_ids, str | bytes):
         named = [(f"text {number}", ids) for number, ids in enumerate(input_ids)]

@@ -295,6 +295,7 @@ def test_an_interrupted_run_goes_on(tmp_path):
     ("error", "match", "arguments"),
     [
         (TypeError, "wanted a torch tensor", {"input_ids": "a text"}),
+        (TypeError, "everything that a tok", {"input_ids": {"input_ids": 0, "attention_mask": 0}}),
         (ValueError, "there is no text", {"input_ids": []}),
         (ValueError, "fewer than a window of 48", {"input_ids": torch.ones(20, dtype=torch.long)}),
         (ValueError, r"\[2, 9\]", {"input_ids": torch.ones(2, 9, dtype=torch.long)}),
