@@ -12,6 +12,7 @@ import h2o
 from h2o import H2OCache, H2OConfig
 from h2o.compat import CROPS_TO_LENGTH, with_cache
 from h2o.hf.cache_state import seen_text
+from h2o.hf.model_traits.layer_kinds import HYBRIDS
 from tests.hf.test_families import ALIKE
 from tests.hf.tiny import FAMILIES, LATENT, batch, greedy, prompts, shared, slow_if
 
@@ -66,6 +67,21 @@ def test_a_prompt_shorter_than_what_was_seen(tokens, positions):
             ours, {"input_ids": ids[:, :tokens].repeat(1, 2)[:, :tokens]}, 4, **with_cache(cache)
         )
     assert cache.get_seq_length() == 35
+
+
+@pytest.mark.parametrize("tokens", [20, 17])
+@pytest.mark.parametrize("name", ["llama", *["jamba"] * HYBRIDS])
+def test_chunks_of_a_prompt_that_has_been_read(name, tokens):
+    """Where no ids are left, generate() prefills the seen ones again in chunks, at no positions. A
+    model without positions would take them for new tokens."""
+    ours, (ids,) = shared(name), prompts(20)
+    cache = H2OCache(ours.config, **SMALL)
+    ours(ids, **with_cache(cache))
+    before = held(cache)
+    with pytest.raises(ValueError, match="no new tokens: the cache has seen 20"):
+        greedy(ours, {"input_ids": ids[:, :tokens]}, 1, **with_cache(cache), prefill_chunk_size=8)
+    assert cache.get_seq_length() == 20
+    assert all(map(torch.equal, held(cache), before))
 
 
 def test_embeddings_of_the_same_prompt_again():

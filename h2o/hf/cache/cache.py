@@ -26,7 +26,7 @@ from h2o.config.fields import CacheFields, ConfigFields, Pinned, PromptLength
 from h2o.hf.cache import cache_file
 from h2o.hf.cache.cache_inspection import CacheInspection
 from h2o.hf.cache.cache_plan import get_plan
-from h2o.hf.cache.continuation import check_text, warn_of_many_graphs
+from h2o.hf.cache.continuation import check_text, no_new_tokens, warn_of_many_graphs
 from h2o.hf.cache.from_dynamic_cache import import_dynamic_cache
 from h2o.hf.cache_state import recurrent_states
 from h2o.hf.cache_state.pass_guard import PassGuard
@@ -264,10 +264,7 @@ class H2OCache(CacheInspection):
             self._check_layers_agree()
         seen = int(self.get_seq_length())
         if query_length == 0:
-            raise ValueError(
-                f"no new tokens: the cache has seen {seen} tokens, and input_ids adds none. Pass "
-                "the earlier tokens followed by new ones, or call cache.reset() for another text"
-            )
+            raise no_new_tokens(seen)
         sizes = super().get_mask_sizes(query_length, layer_idx)  # before another thread changes it
         check_text(self, seen, query_length)
         return sizes

@@ -92,7 +92,17 @@ def check_ids(text: SeenText, ids: Tensor, mask: Tensor | None = None) -> None:
         )
 
 
+def no_new_tokens(seen: int) -> ValueError:
+    return ValueError(
+        f"no new tokens: the cache has seen {seen} tokens, and input_ids adds none. Pass the "
+        "earlier tokens followed by new ones, or call cache.reset() for another text"
+    )
+
+
 def _check_continuation(cache: Any, seen: int, text: NewText, new: int) -> None:
+    if text.positions is not None and text.positions.shape[1] == 0:
+        # With prefill_chunk_size generate() prefills ids of the text seen again if none are left.
+        raise no_new_tokens(seen)
     if text.is_injected:
         raise UnsupportedError(
             "a wrapper inserts embeddings before every decode step. With transformers 5.24 or "
