@@ -247,6 +247,21 @@ def test_end_tokens():
         assert result.finish_reason == ("stop" if stops else "length")
 
 
+def test_lengths_of_their_own():
+    """The number of tokens in a request's generation config must count before that of the call, and
+    the number in the request itself before both."""
+    ours, two = model("llama"), GenerationConfig(max_new_tokens=2)
+    (text,) = texts(9)
+    requests = [
+        h2o.Request(text, generation_config=two),
+        h2o.Request(text, generation_config=GenerationConfig(repetition_penalty=1.2)),
+        h2o.Request(text, generation_config=two, max_new_tokens=4),
+        h2o.Request(text),
+    ]
+    results = h2o.generate_all(ours, requests, CONFIGS["h2o"], rows=2, max_new_tokens=7)
+    assert [len(result.ids) for result in results] == [2, 7, 4, 7]
+
+
 def test_budgets_of_their_own():
     ours = model("llama")
     configs = [H2OConfig(heavy=n, recent=n) for n in (2, 20, 4, 30, 6, 3, 9, 5)]

@@ -48,6 +48,7 @@ class Request:
     prompt: Prompt
     """A text; a chat, as a list of messages; or token ids [n], as a list, an array or a tensor"""
     max_new_tokens: int | None = None
+    """By default that of this request's `generation_config`, and then that of the call"""
     seed: int | None = None
     """Seed for sampling; by default the call's `seed` plus the request's index"""
     generation_config: Any = None
@@ -146,11 +147,12 @@ class Settings:
         self, request: Request, ids: Tensor, cache: H2OCache
     ) -> dict[str, Any]:
         """Arguments that `generate()` passes to its decoding loop for a request."""
-        settings = self.generation_config
+        settings, limit = self.generation_config, self.max_new_tokens
         if request.generation_config is not None:
             settings = request.generation_config
+            if getattr(settings, "max_new_tokens", None) is not None:
+                limit = None  # an argument of generate() would replace the request's own number
         check_generation(settings)
-        limit = self.max_new_tokens
         if request.max_new_tokens is not None:
             check_count("max_new_tokens", limit := request.max_new_tokens)
         more: dict[str, Any] = {} if limit is None else {"max_new_tokens": limit}
