@@ -472,6 +472,17 @@ def test_stop_strings_of_the_model():
     assert len(want) < 20
 
 
+def test_a_prompt_beyond_the_positions_of_the_model():
+    """It is answered, with a warning: minutes of prefill can end in gibberish."""
+    ours = model("llama")
+    most = ours.config.max_position_embeddings
+    some = texts(most, most + 1)
+    with pytest.warns(UserWarning, match=f"prompt 1 has {most + 1} tokens.* {most} positions") as w:
+        results = list(h2o.generate_all(ours, some, CONFIGS["h2o"], rows=2, max_new_tokens=2))
+    assert len(w) == 1
+    assert [result.error for result in results] == [None, None]
+
+
 @pytest.mark.parametrize("family", ["opt", "gpt2"])
 def test_a_table_of_positions_that_comes_to_its_end(family):
     """A row that runs out of positions, in its prompt or later, must end alone."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -301,9 +302,24 @@ class ActiveRequest:
         self.ends = {token for x in ends for token in x.eos_token_id.tolist()}
         limits = [x.max_length for x in self.criteria if type(x) is MaxLengthCriteria]
         self.limit = min(limits, default=self.generation_config.max_length)
+        self.warn_if_too_long()
         are_numbers = len(ends) + len(limits) == len(self.criteria)
         self.is_plain_greedy = not self.processors and self.generator is None and are_numbers
         """Whether the likeliest token is next, and only end tokens or the length end the answer"""
+
+    def warn_if_too_long(self) -> None:
+        """Warn if the prompt exceeds the rotary positions of the model. (Learned positions raise an
+        error there.)"""
+        text = self.settings.model.config.get_text_config(decoder=True)
+        limit = getattr(text, "max_position_embeddings", None) or math.inf
+        is_rotary = getattr(text, "rope_parameters", None) is not None
+        is_original = self.settings.config.positions == "original"
+        if self.prompt_tokens > limit and is_rotary and is_original:
+            warnings.warn(
+                f"prompt {self.index} has {self.prompt_tokens} tokens, but the model has {limit} "
+                "positions, beyond which it writes gibberish: shorten the prompt",
+                stacklevel=2,
+            )
 
     @property
     def chunk(self) -> int:
