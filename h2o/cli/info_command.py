@@ -64,6 +64,8 @@ def parse_bytes(text: str) -> int:
         size = 0
     if size <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes such as 64MB or 2GB")
+    if size < 1000:
+        raise argparse.ArgumentTypeError(f"{text!r} is {size} bytes: add a unit, such as 8GB")
     return size
 
 

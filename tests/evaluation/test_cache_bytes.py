@@ -150,6 +150,7 @@ def test_the_command(capsys):
     [
         (["--memory", "1MB"], 2, "requires --model"),
         (["--memory", "much", "--model", "tiny"], 2, "not a number of bytes"),
+        (["--memory", "8", "--model", "tiny"], 2, "'8' is 8 bytes: add a unit"),
         (["--memory=-1GB", "--model", "tiny"], 2, "not a number of bytes"),
         (["--memory", "1MB", "--model", "tiny", "--prompt", "0"], 2, "at least 1"),
         (["--memory", "1MB", "--model", "tiny", "--compare", "mask-local:4+4"], 2, "a mask"),
