@@ -45,6 +45,9 @@ def test_every_cache_at_every_length(tiny, capsys):  # noqa: F811
             assert line["prefill_speedup"] == line["token_speedup"] == line["bytes_ratio"] == 1
             # Keys and values of 2 layers, 2 heads of 8, 4 bytes each. The last token is never fed.
             assert line["bytes_held"] == 2 * 2 * 2 * 8 * 4 * (line["prompt_tokens"] + 3)
+    commas = ["--prompts", "40,90", "--budgets", "0.2,8"]
+    again = measured(capsys, tiny, *commas)["measurements"]
+    assert [line["setting"] for line in again] == [line["setting"] for line in lines]
     small = {n: line["bytes_held"] for n, line in zip((40, 90), lines[2::3], strict=True)}
     assert small[40] == small[90]
     assert lines[4]["bytes_ratio"] < 0.5

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument_group("what to time").add_argument
     add_model(add)
-    add("--prompts", nargs="+", type=parse_count, default=[512, 2048, 4096], metavar="N",
+    add("--prompts", nargs="+", type=parse_counts, default=[[512, 2048, 4096]], metavar="N",
         help="prompt lengths in tokens (512 2048 4096)")  # fmt: skip
     add = parser.add_argument_group("settings to compare with the full cache").add_argument
     add("--budgets", nargs="+", default=["0.1", "0.2"], metavar="B", help="how much h2o keeps: a "
@@ -51,9 +51,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object and nothing else")
 
 
+def parse_counts(text: str) -> list[int]:
+    """Parse numbers that are at least 1, separated by commas."""
+    return [parse_count(part) for part in text.split(",")]
+
+
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Add the `settings` to time to the options. Options that do not go together end in
     `parser.error`."""
+    options.prompts = [count for counts in options.prompts for count in counts]
     settings = make_settings(options, COMPARE, ",".join(options.budgets))
     for one in settings:
         if not one.is_cache:

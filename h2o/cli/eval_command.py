@@ -120,7 +120,10 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     many = p.add_argument_group("several settings in one table")
     add_compare(many.add_argument, more="; --profile applies to the calibrated ones")
     many.add_argument(
-        "--budgets", metavar="AMOUNTS", help="budgets for settings without one, such as 0.04,0.2"
+        "--budgets",
+        nargs="+",
+        metavar="AMOUNTS",
+        help="budgets for settings without one, such as 0.04,0.2",
     )
 
     text = p.add_argument_group("perplexity and needles")
@@ -148,6 +151,10 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if args.is_table and args.use_cache:
         parser.error(
             "--compare, --preset and --budget store answers by themselves: drop --use_cache"
+        )
+    if args.rest and not args.rest[0].startswith("-"):  # lm-eval would ignore it
+        parser.error(
+            f"{args.rest[0]} belongs to no option: separate the values of a list by commas"
         )
     args.how = get_given(args, PROTOCOL)
     tasks = ["--tasks", *args.tasks] if args.tasks else choose_text_task(args, args.how)
@@ -200,7 +207,7 @@ def choose_settings(args: argparse.Namespace) -> list[Setting]:
         return [from_options(**get_given(args, CACHE))]
     if args.variant is not None:
         raise ValueError("--variant is for one setting; write it into --compare")
-    return make_settings(args, budgets=args.budgets or "")
+    return make_settings(args, budgets=",".join(args.budgets or ()))
 
 
 def choose_text_task(args: argparse.Namespace, how: dict[str, Any]) -> list[str]:

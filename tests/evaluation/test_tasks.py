@@ -420,6 +420,7 @@ def test_a_task_that_generates_is_known_before_anything_is_measured(
         (["--compare", "best:0.2"], "setting 'best:0.2'"),
         (["--compare", "h2o"], "add --budgets"),
         (["--budgets", "0.1"], "--budgets requires --compare"),
+        (["--budgets", "0.1", "0.2"], "--budgets requires --compare"),
         (["--compare", "full", "--heavy", "4"], "--heavy is for one setting"),
         (["--compare", "full", "--use_cache", "x"], "drop --use_cache"),
         (["--compare", "full", "--model_args", "a=1", "--predict_only"], "is for one setting"),
