@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -367,6 +368,21 @@ def test_document_and_prompt_are_one_text(tiny, tmp_path, capsys):
     one = generated(capsys, *options, "--prompt", f"Now:\n\n{PROMPT}")
     assert both["prompt_tokens"] == one["prompt_tokens"] == len(PROMPT) + 6
     assert both["runs"][0]["text"] == one["runs"][0]["text"]
+    question = ["--prompt-file", str(tmp_path / "document"), "--prompt", "Now?"]
+    last = generated(capsys, *options, *question)
+    one = generated(capsys, *options, "--prompt", f"{PROMPT.strip()}\n\nNow?")
+    assert last["prompt_tokens"] == one["prompt_tokens"]
+    assert last["runs"][0]["text"] == one["runs"][0]["text"]
+
+
+def test_a_model_for_chats_without_chat(tiny, tmp_path, capsys):
+    """An instruct model often ends its answer at once if its markers are missing."""
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}", "utf-8")
+    command = ["generate", "--max-new-tokens", "2", "--prompt", "What?", "--model"]
+    for more, is_told in (([str(folder)], True), ([str(folder), "--chat"], False), ([tiny], False)):
+        assert cli.main([*command, *more]) == 0
+        assert ("add --chat" in capsys.readouterr().err) == is_told
 
 
 def test_text_goes_to_stdout_and_the_rest_to_stderr(tiny, capsys):
@@ -626,6 +642,7 @@ COMMANDS = (
         ("eval --tasks copa --dtype float31", "choose from 'auto', 'float32'"),
         ("eval --tasks copa --profile no/such/file --compare calibrated:0.2", "no/such/file"),
         ("eval --perplexity FILE --compare full,h2o:8+many", "h2o:8+many"),
+        ("eval --needle FILE --compare full,h2o:8+8 --lengths 64 128", "128 belongs to no option"),
         ("bench --rounds 0", "--rounds: must be at least 1"),
         ("bench --tokens 0", "--tokens: must be at least 1"),
         ("bench --prompts 512 0", "--prompts: must be at least 1"),

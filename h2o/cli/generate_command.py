@@ -35,13 +35,24 @@ SMALLER_BUDGET = 0.1
 """The smaller budget of `usual_caches`"""
 
 
+class InOrder(argparse.Action):
+    """Stores a value, and in `options.order` the options that have been given so far."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, name: Any = None) -> None:
+        setattr(namespace, self.dest, values)
+        namespace.order = [*getattr(namespace, "order", ()), self.dest]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what to generate from").add_argument
     add_model(add)
-    add("--prompt", metavar="TEXT", help="the prompt; the text of --prompt-file follows it")
-    add("--prompt-file", metavar="FILE", help="a text file, - for standard input; without either "
-        "option: a shipped article of 2100 tokens and a question about it")  # fmt: skip
-    add("--chat", action="store_true", help="wrap the prompt in the model's chat template")
+    add("--prompt", action=InOrder, metavar="TEXT", help="the prompt, before or after the text of "
+        "--prompt-file, in the order of the two options")  # fmt: skip
+    add("--prompt-file", action=InOrder, metavar="FILE", help="a text file, - for standard input; "
+        "without either option: a shipped article of 2100 tokens and a question about "
+        "it")  # fmt: skip
+    add("--chat", action="store_true", help="wrap the prompt in the model's chat template; without "
+        "it the model continues the prompt")  # fmt: skip
     add("--system", metavar="TEXT", help="text of the chat's system message (with --chat)")
     add("--pin", type=PINS, metavar="WHAT", help="keys that are never evicted; they count "
         "toward the budget. system: the chat's system turn; prompt: the whole prompt; or spans of "
@@ -115,6 +126,8 @@ def generate(options: argparse.Namespace) -> Comparison:
         raise UserError("--chat: this model's tokenizer has no chat template")
     if options.chat or (is_shipped(options) and tokenizer.chat_template is not None):
         prompt = models.messages(prompt, options.system)
+    elif tokenizer.chat_template is not None:
+        log("the model continues the prompt; for an answer to it add --chat")
     ids = torch.tensor([tokenize(prompt, tokenizer)], dtype=torch.long, device=model.device)
     tokens = ids.shape[1]
     models.check_length(model, tokens, options.max_new_tokens)
@@ -152,6 +165,8 @@ def prompt_text(options: argparse.Namespace) -> str:
     """The whole prompt. Raises: UserError if it is empty."""
     shipped = is_shipped(options)
     parts = [texts.article(), QUESTION] if shipped else [options.prompt, options.document]
+    if getattr(options, "order", [""])[-1] == "prompt":
+        parts.reverse()
     parts = [part.strip() for part in parts if part and part.strip()]
     if not parts:
         raise UserError("the prompt is empty")
