@@ -308,13 +308,14 @@ class ActiveRequest:
         """Whether the likeliest token is next, and only end tokens or the length end the answer"""
 
     def warn_if_too_long(self) -> None:
-        """Warn if the prompt exceeds the rotary positions of the model. (Learned positions raise an
-        error there.)"""
+        """Warn if the prompt exceeds the rotary positions of the model, unless its angles adapt to
+        the length. (Learned positions raise an error there.)"""
         text = self.settings.model.config.get_text_config(decoder=True)
         limit = getattr(text, "max_position_embeddings", None) or math.inf
-        is_rotary = getattr(text, "rope_parameters", None) is not None
+        rope = getattr(text, "rope_parameters", None)
+        is_fixed = bool(rope) and rope.get("rope_type") != "dynamic"
         is_original = self.settings.config.positions == "original"
-        if self.prompt_tokens > limit and is_rotary and is_original:
+        if self.prompt_tokens > limit and is_fixed and is_original:
             warnings.warn(
                 f"prompt {self.index} has {self.prompt_tokens} tokens, but the model has {limit} "
                 "positions, beyond which it writes gibberish: shorten the prompt",
