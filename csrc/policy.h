@@ -26,6 +26,7 @@
 
 #include "h2o.h"
 
+#include <float.h>
 #include <math.h>
 #include <string.h>
 
@@ -156,6 +157,12 @@ H2O_INLINE float h2o_policy_rank(const h2o_ranking *ranking, h2o_rank_kind kind,
 /* Attention alone never makes a score infinite: each new token adds at most the number of query
  * heads, and a float stops growing by such steps long before infinity. */
 H2O_INLINE bool h2o_policy_is_pinned(float score) { return score == INFINITY; }
+
+/* The factor by which several queries shrink a score: a power of decay. It is not rounded to 0,
+ * because a pinned key's infinity times 0 would be NaN, and its key the first to be evicted. */
+H2O_INLINE float h2o_policy_faded(float decay, float power) {
+    return decay > 0.0f && power < FLT_MIN ? FLT_MIN : power;
+}
 
 H2O_INLINE bool h2o_policy_is_evictable(const h2o_ranking *ranking, int32_t position) {
     return (uint32_t)position - (uint32_t)ranking->first < ranking->span;

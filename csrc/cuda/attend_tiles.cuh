@@ -110,10 +110,11 @@ DEVICE void write_score(const attend_item *item, bool stored, int64_t i, float s
     if (!stored) {
         *(float *)h2o_at(&p->scores, item->b, item->g, item->columns[i]) = sum;
     } else {
-        const float decay = decay_after(p->policy.decay, item->tokens);
+        const float decay = p->policy.decay;
+        const float faded = h2o_policy_faded(decay, decay_after(decay, item->tokens));
         float *const score = &item->store.scores[i];
-        *score = h2o_scores_largest(&p->policy) ? h2o_larger(*score * decay, sum)
-                                                : fmaf(*score, decay, sum);
+        *score = h2o_scores_largest(&p->policy) ? h2o_larger(*score * faded, sum)
+                                                : fmaf(*score, faded, sum);
     }
 }
 

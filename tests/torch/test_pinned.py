@@ -16,6 +16,8 @@ POLICIES = {
     "mean": Policy(sinks=2, score_by="mean", value_weighted=True),
     "decayed mean": Policy(score_by="mean", decay=0.9, value_weighted=True),
     "max": Policy(score_by="max", decay=0.5),
+    "steep decay": Policy(sinks=2, decay=1e-10),  # its power for a chunk is 0 in float32
+    "steep max": Policy(score_by="max", decay=1e-10),
 }
 
 

@@ -66,6 +66,8 @@ def attend(
         tokens = order[:, -1:] + 1  # [B or 1, 1]
         weights = decay ** (tokens - 1 - order).float()
         total = decay ** tokens.float()
+        if decay > 0:  # not rounded to 0, since a pinned key's infinity times 0 would be NaN
+            total = total.clamp(min=torch.finfo(torch.float32).tiny)
     view = stored = None
     if slots is not None:
         view = SlotView(slots)

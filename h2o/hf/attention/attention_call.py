@@ -18,7 +18,6 @@ from h2o import ops
 from h2o.hf.model_traits.tagged_tensor import plain
 from h2o.policy import Policy
 from h2o.quantization import dequantize, stored_like
-from h2o.spans import PINNED
 
 
 class AttentionCall(NamedTuple):
@@ -211,8 +210,6 @@ def evict_after(
     scores_before = slots.scores.clone()
     try:
         out, scores = attend()
-        if policy.decay < 1:  # a power of decay may be 0, and infinity times 0 is NaN
-            slots.scores.masked_fill_(scores_before == PINNED, PINNED)
         ops.evict(tokens.key, tokens.value, scores, slots, mask=tokens.mask, policy=policy)
     except Exception:  # attend has changed nothing but the scores
         slots.scores.copy_(scores_before)
