@@ -26,7 +26,6 @@
 
 #include "h2o.h"
 
-#include <float.h>
 #include <math.h>
 #include <string.h>
 
@@ -161,7 +160,8 @@ H2O_INLINE bool h2o_policy_is_pinned(float score) { return score == INFINITY; }
 /* The factor by which several queries shrink a score: a power of decay. It is not rounded to 0,
  * because a pinned key's infinity times 0 would be NaN, and its key the first to be evicted. */
 H2O_INLINE float h2o_policy_faded(float decay, float power) {
-    return decay > 0.0f && power < FLT_MIN ? FLT_MIN : power;
+    const float least = 0x1p-126f; /* FLT_MIN, which the compiler for GPUs does not define */
+    return decay > 0.0f && power < least ? least : power;
 }
 
 H2O_INLINE bool h2o_policy_is_evictable(const h2o_ranking *ranking, int32_t position) {
