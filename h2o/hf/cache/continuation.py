@@ -100,7 +100,7 @@ def no_new_tokens(seen: int) -> ValueError:
 
 
 def _check_continuation(cache: Any, seen: int, text: NewText, new: int) -> None:
-    if text.positions is not None and text.positions.shape[1] == 0:
+    if text.positions is not None and text.positions.numel() == 0:
         # With prefill_chunk_size generate() prefills ids of the text seen again if none are left.
         raise no_new_tokens(seen)
     if text.is_injected:
