@@ -375,14 +375,16 @@ def test_document_and_prompt_are_one_text(tiny, tmp_path, capsys):
     assert last["runs"][0]["text"] == one["runs"][0]["text"]
 
 
-def test_a_model_for_chats_without_chat(tiny, tmp_path, capsys):
-    """An instruct model often ends its answer at once if its markers are missing."""
+def test_a_chat_template_is_used_if_there_is_one(tiny, tmp_path, capsys):
+    """Without its markers an instruct model often ends its answer at once."""
     folder = shutil.copytree(tiny, tmp_path / "model")
-    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}", "utf-8")
-    command = ["generate", "--max-new-tokens", "2", "--prompt", "What?", "--model"]
-    for more, is_told in (([str(folder)], True), ([str(folder), "--chat"], False), ([tiny], False)):
-        assert cli.main([*command, *more]) == 0
-        assert ("add --chat" in capsys.readouterr().err) == is_told
+    (folder / "chat_template.jinja").write_text("Q: {{ messages[-1].content }} A:", "utf-8")
+    command = ["--max-new-tokens", "2", "--prompt", "What?", "--model"]
+    plain = generated(capsys, *command, tiny)["prompt_tokens"]
+    chat = generated(capsys, *command, str(folder))["prompt_tokens"]
+    assert chat > plain
+    for more, tokens in (("--chat", chat), ("--no-chat", plain), ("--system=X", chat)):
+        assert generated(capsys, *command, str(folder), more)["prompt_tokens"] == tokens
 
 
 def test_text_goes_to_stdout_and_the_rest_to_stderr(tiny, capsys):

@@ -51,9 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt-file", action=InOrder, metavar="FILE", help="a text file, - for standard input; "
         "without either option: a shipped article of 2100 tokens and a question about "
         "it")  # fmt: skip
-    add("--chat", action="store_true", help="wrap the prompt in the model's chat template; without "
-        "it the model continues the prompt")  # fmt: skip
-    add("--system", metavar="TEXT", help="text of the chat's system message (with --chat)")
+    add("--chat", action=argparse.BooleanOptionalAction, help="wrap the prompt in the model's chat "
+        "template. Done by default if there is one, except for the texts of --prompts. With "
+        "--no-chat the model continues the prompt")  # fmt: skip
+    add("--system", metavar="TEXT", help="text of the chat's system message")
     add("--pin", type=PINS, metavar="WHAT", help="keys that are never evicted; they count "
         "toward the budget. system: the chat's system turn; prompt: the whole prompt; or spans of "
         "its tokens, such as 0:40,100:120")  # fmt: skip
@@ -79,10 +80,12 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     for setting in options.settings:
         if not setting.is_cache:
             parser.error(f"argument --compare: {setting.why_no_cache}")
-    if options.system is not None and not options.chat:
-        parser.error("argument --system: requires --chat")
+    if options.system is not None:
+        if not (options.chat or (options.chat is None and options.prompts is None)):
+            parser.error("argument --system: requires --chat")
+        options.chat = True
     if options.pin == "system" and options.system is None and options.prompts is None:
-        parser.error("argument --pin: system requires --chat and --system TEXT")
+        parser.error("argument --pin: system requires --system TEXT")
     options.document = None
     prompts_file.check(parser, options)
     if options.prompt_file is not None:
@@ -122,12 +125,12 @@ def generate(options: argparse.Namespace) -> Comparison:
     log = partial(print_line, quiet=options.json)
     prompt: Any = prompt_text(options)
     model, tokenizer = load_model(options, [options.setting, *options.settings], log)
+    if options.chat is None:
+        options.chat = tokenizer.chat_template is not None
     if options.chat and tokenizer.chat_template is None:
         raise UserError("--chat: this model's tokenizer has no chat template")
-    if options.chat or (is_shipped(options) and tokenizer.chat_template is not None):
+    if options.chat:
         prompt = models.messages(prompt, options.system)
-    elif tokenizer.chat_template is not None:
-        log("the model continues the prompt; for an answer to it add --chat")
     ids = torch.tensor([tokenize(prompt, tokenizer)], dtype=torch.long, device=model.device)
     tokens = ids.shape[1]
     models.check_length(model, tokens, options.max_new_tokens)

@@ -228,7 +228,8 @@ def test_commands(tiny, tmp_path, capsys):  # noqa: F811
 
 
 @pytest.mark.parametrize(
-    "wrong", [["--pin", "5"], ["--pin", "9:3"], ["--pin", "system"], ["--system", "Be brief."]]
+    "wrong",
+    [["--pin", "5"], ["--pin", "9:3"], ["--pin", "system"], ["--system", "Be brief.", "--no-chat"]],
 )
 def test_wrong_options(wrong, capsys):
     with pytest.raises(SystemExit):

@@ -328,7 +328,7 @@ def test_without_a_floor_it_is_lost(smollm2):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--budget", "0.1"], ["--preset", "robust"]], ids=str)
 def test_the_command_knows_the_capital_of_france(options):
-    command = [sys.executable, "-m", "h2o", "generate", "--chat", "--prompt", QUESTION]
+    command = [sys.executable, "-m", "h2o", "generate", "--prompt", QUESTION]
     done = subprocess.run(
         [*command, *options, "--max-new-tokens", "20"], capture_output=True, text=True, check=True,
         env={**os.environ, "PYTHONWARNINGS": "error:::h2o"}, timeout=300,
