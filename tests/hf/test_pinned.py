@@ -381,6 +381,9 @@ def test_rows_and_masks_that_do_not_fit():
         read(ours, prompts(30, 30, 30), two_rows)
     with pytest.raises(ValueError, match="40 columns, but the first forward pass has 30"):
         read(ours, prompts(30), H2OCache(ours, **SMALL, pinned=torch.ones(1, 40) > 0))
+    without_padding = torch.ones(2, 30, dtype=torch.bool)
+    with pytest.raises(ValueError, match="30 columns, but the prompt has 41"):
+        read(ours, prompts(30, 41), H2OCache(ours, **SMALL, pinned=without_padding))
     whole = H2OCache(ours, heavy=40, recent=4, pinned=torch.ones(1, 30) > 0)
     assert survives(read(ours, prompts(30), whole), span=(0, 30))
     with pytest.raises(ValueError, match="decay=0"):

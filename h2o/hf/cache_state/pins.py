@@ -37,6 +37,8 @@ class Pins:
     """"prompt", or the spans of each row. The spans of a single row apply to all rows"""
     are_columns: bool = False
     """Whether `given` has columns of the padded prompt (from a mask) instead of positions"""
+    columns: int = 0
+    """The number of columns that each row of the mask has at least; 0 if it is not known"""
     rows: list[Row] | None = None
     """Pinned positions in each batch row; None before the prompt, or if nothing is pinned"""
 
@@ -65,7 +67,8 @@ class Pins:
             raise TypeError(f"{_WANTED}, not {pinned!r:.80}")
         are_bools = [_is_list(row) and set(map(type, row)) == {bool} for row in values]
         if values and all(are_bools):
-            return cls([runs(i for i, x in enumerate(row) if x) for row in values], True)
+            spans = [runs(i for i, x in enumerate(row) if x) for row in values]
+            return cls(spans, are_columns=True, columns=min(map(len, values)))
         if all(map(_is_span, values)):
             return cls([merge_spans(values)] if values else [])
         if all(_is_list(row) and all(map(_is_span, row)) for row in values):
@@ -97,8 +100,8 @@ class Pins:
             columns: number of columns of the first forward pass, including padding.
 
         Raises:
-            ValueError: the pins have another number of rows, or a mask has more columns than the
-                pass.
+            ValueError: the pins have another number of rows; a mask pins columns after the pass, or
+                leaves some of the pass out.
         """
         B = len(lengths)
         if not self:
@@ -118,6 +121,11 @@ class Pins:
                 raise ValueError(
                     f"pinned is a mask with {self.last} columns, but the first forward pass has "
                     f"{columns}. For a prompt in chunks pass spans (start, stop) of tokens"
+                )
+            if 0 < self.columns < columns:
+                raise ValueError(
+                    f"pinned is a mask with {self.columns} columns, but the prompt has {columns} "
+                    "with its padding. Pass a bool for each column"
                 )
             rows = _as_positions(rows, mask)
         self.rows = rows
