@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -193,10 +193,11 @@ class H2OLM(HFLM):
         """Answer lm-eval's requests, and the requests of a `TextTask`."""
         others = [x for x in requests if not is_text_request(x)]
         known = iter(super().loglikelihood(others, disable_tqdm) if others else ())
-        of_texts = self._answer_texts([x for x in requests if is_text_request(x)])
+        of_texts = iter(self._answer_texts([x for x in requests if is_text_request(x)]))
         return [next(of_texts if is_text_request(x) else known) for x in requests]
 
-    def _answer_texts(self, requests: Sequence[Instance]) -> Iterator[Any]:
+    def _answer_texts(self, requests: Sequence[Instance]) -> list[Any]:
+        answers = []
         hide = self.is_counting or self.rank > 0
         for request in tqdm(requests, disable=hide, desc=self.setting.name):
             text, asked = request.args
@@ -205,7 +206,8 @@ class H2OLM(HFLM):
             else:
                 answer = needles.answer(self, text, **asked)
             self.cache_hook.add_partial("loglikelihood", request.args, answer)
-            yield answer
+            answers.append(answer)
+        return answers
 
     def count(self, kind: str, arguments: Sequence[tuple[Any, ...]]) -> Tally:
         """Tally requests of a kind without running the model.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -177,7 +178,7 @@ def test_compare(folder, text, tmp_path, capsys, tokenizer):
     settings = "full,h2o:0.1+0.1,local:0.2,mask-local:0.1+0.1,mask-global:0.1+0.1"
     arguments = ["--compare", settings, "--window", 100]
     assert run(folder, text, tmp_path, *arguments) == 0
-    out = capsys.readouterr().out
+    out, progress = capsys.readouterr()
     assert out.startswith(str(folder))  # progress goes to stderr
     assert "* sees the future: not comparable" in out.splitlines()
     rows = table_of(out)
@@ -187,6 +188,8 @@ def test_compare(folder, text, tmp_path, capsys, tokenizer):
     tokens = len(tokenizer(TEXT)["input_ids"])
     assert tokens % 100 > 1
     number = math.ceil(tokens / 100)
+    for name in settings.split(","):
+        assert re.search(rf"{re.escape(name)}: 100%\|.*\| {number}/{number} \[", progress)
     assert {row["scored"] for row in rows.values()} == {f"{tokens - number}"}
     model, ids = conftest.build(), tokenizer(TEXT, return_tensors="pt")["input_ids"]
     each = {
