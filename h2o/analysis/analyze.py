@@ -10,6 +10,7 @@ from h2o.analysis.result import Analysis
 from h2o.budgets import check_prompt_length
 from h2o.config import H2OConfig, resolve_config
 from h2o.hf.model_traits import tensor_parallel
+from h2o.hf.model_traits.wrappers import input_device
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -46,7 +47,8 @@ def analyze(
         input_ids: int64 [1, n] or [n], n >= 3, one text.
         attention_mask: the same shape. Padding is removed before anything else.
         h2o_config: an `H2OConfig`. Its fields can be passed as keywords instead: `heavy`,
-            `recent`, ... Fractions are of the text. `heavy` is also the number of heavy hitters.
+            `recent`, ... Fractions are of the text. `heavy` is also the number of heavy hitters,
+            which `min_tokens` raises in short texts: with `min_tokens=0` it is the fraction itself.
         prompt_length: number of tokens before the first eviction. 1 evicts from the very beginning.
 
     Raises:
@@ -56,6 +58,7 @@ def analyze(
     """
     parameters.pop("token_type_ids", None)  # some tokenizers return them, decoders ignore them
     config = resolve_config(h2o_config, parameters, analyze).for_model(model)
+    input_device(model)  # raises for a model without weights
     ids = _one_text(input_ids, attention_mask)
     if (part := tensor_parallel.part_of_heads(model)) != tensor_parallel.WHOLE:
         raise ValueError(

@@ -22,7 +22,7 @@ from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import AttentionCall
 from h2o.hf.attention.attention_hook import replace_attention
 from h2o.hf.model_traits.layer_kinds import kind_of
-from h2o.hf.model_traits.wrappers import input_device
+from h2o.hf.model_traits.wrappers import input_device, unwrap
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
 from h2o.hf.support import transformers_layers
 from h2o.model_identity import config_of, latent_row
@@ -62,12 +62,19 @@ def analyzable_layers(model: Any) -> list[int]:
     Raises:
         UnsupportedError: h2o does not support the model, or its heads have no keys of their own.
         ValueError: there is no such layer.
+        TypeError: the model has no head that predicts tokens.
         RuntimeError: the model is in training mode.
     """
     if latent_row(config_of(model)) is not None:
         raise UnsupportedError(
             f"analysis and calibration do not support {model.config.model_type}: all heads of a "
             "layer share its latents (multi-head latent attention)"
+        )
+    input_device(model)  # raises for a model without weights
+    if model.get_output_embeddings() is None:
+        raise TypeError(
+            f"analysis and calibration need predictions, and a {type(unwrap(model)).__name__} has "
+            "none: load the model with h2o.load_model(name) or AutoModelForCausalLM"
         )
     if model.training:
         raise RuntimeError("analysis and calibration are for inference: call model.eval()")

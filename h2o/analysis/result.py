@@ -107,7 +107,8 @@ class Analysis:
         """Attention that each key receives, with nothing evicted: float32 [G, n], [H, n] or [n].
 
         With `at` only the tokens up to `at` count, and the last axis is at + 1. All scores of a
-        layer add up to the number of queries times the number of query heads.
+        layer add up to the number of queries times the number of query heads, or to less if learned
+        sinks take a share.
         """
         if per not in ("query", "kv", "layer"):
             raise ValueError(f"per must be kv, query or layer, not {per!r}")
@@ -367,8 +368,8 @@ class Analysis:
         return {"layer": np.array(self.layers), **means, **frequency}
 
     def _check_layer(self, layer: int) -> int:
-        if layer not in self.layers:
-            raise ValueError(f"layer {layer} was not analyzed; choose from {self.layers}")
+        if not is_integer(layer) or layer not in self.layers:
+            raise ValueError(f"layer {layer!r} was not analyzed; choose from {self.layers}")
         return layer
 
     def _check_step(self, at: int | None) -> int:

@@ -276,6 +276,10 @@ def test_what_does_not_fit_is_refused():
         h2o.analyze(model, ids, heavy=4, recent=4, prompt_length=20)
     with pytest.raises(ValueError, match="nothing for h2o to analyze"):
         h2o.analyze(tiny.model("mistral-window", "sdpa"), ids)
+    with pytest.raises(TypeError, match="LlamaConfig, which has no weights: write model, token"):
+        h2o.analyze(model.config, ids)
+    with pytest.raises(TypeError, match="LlamaModel has none: load the model with h2o"):
+        h2o.analyze(model.model, ids)
     model.train()
     with pytest.raises(RuntimeError, match="eval"):
         h2o.analyze(model, ids)
@@ -284,6 +288,9 @@ def test_what_does_not_fit_is_refused():
         a.overlap()
     for wrong in (
         lambda: a.scores(2),
+        lambda: a.scores(0.0),
+        lambda: a.scores(True),
+        lambda: a.scores(np.arange(2)),
         lambda: a.scores(0, "head"),
         lambda: a.scores(0, at=20),
         lambda: a.scores(0, at=1.5),
@@ -302,6 +309,8 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(ValueError, match=r"layer|per|at|head|by|threshold|share|table|seed"):
             wrong()
+    with pytest.raises(ValueError, match="layer '0' was not analyzed"):
+        a.scores("0")
     with pytest.raises(TypeError, match=r"shares must be a list of shares, such as .* not 0.2"):
         a.removal(0.2)
 

@@ -325,6 +325,10 @@ def test_models_that_cannot_be_calibrated():
         h2o.calibrate(tiny.model("mistral-window"), ids_of(), window=WINDOW)
     with pytest.raises(RuntimeError, match="eval"):
         h2o.calibrate(tiny.model("llama").train(), ids_of(), window=WINDOW)
+    with pytest.raises(TypeError, match="LlamaConfig, which has no weights: write model, token"):
+        h2o.calibrate(tiny.model("llama").config, ids_of(), window=WINDOW)
+    with pytest.raises(TypeError, match="LlamaModel has none: load the model with h2o"):
+        h2o.calibrate(tiny.model("llama").model, ids_of(), window=WINDOW)
     overflowing = tiny.model("llama")
     overflowing.model.layers[1].mlp.down_proj.weight[0, 0] = torch.inf
     for refine in (0.2, 0):

@@ -566,6 +566,12 @@ def test_arguments_that_do_not_fit(chosen, error, words):
     assert model.config._attn_implementation == "sdpa"
 
 
+def test_a_config_has_no_weights_to_simulate():
+    with pytest.raises(TypeError, match="not LlamaConfig, which has no weights: write model, tok"):
+        with h2o.simulated(tiny.model("llama").config):
+            pass
+
+
 def test_calls_that_are_no_whole_text():
     model, ids = tiny.model("llama", "sdpa"), text()
     with h2o.simulated(model, heavy=3, recent=3):

@@ -52,8 +52,14 @@ def input_device(model: Any) -> torch.device:
     or to host memory, this is the device that they are moved to for a forward pass.
 
     Raises:
+        TypeError: this is a model's config, which has no weights.
         ValueError: the model is on the device "meta", so that its weights have no values.
     """
+    if not hasattr(model, "device"):
+        raise TypeError(
+            f"expected a model of transformers, not {type(model).__name__}, which has no weights: "
+            "write model, tokenizer = h2o.load_model(name) and pass model"
+        )
     device: torch.device = model.device
     if device.type != "meta":
         return device
