@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from h2o import H2OCache, enable, generate_all, patched, simulated
 from h2o.compat import CACHE, with_cache
+from h2o.hf.cache import cache_file
+from h2o.hf.cache_state.layer_snapshot import take_snapshot
 from tests.hf.tiny import FAMILIES, greedy, model, prompts
 
 SMALL = {"heavy": 6, "recent": 6}
@@ -49,12 +51,14 @@ def test_a_cache_that_another_thread_is_using(name):
             intruders.append(in_another_thread(lambda: cache.update(states, states, 0)))
             intruders.append(in_another_thread(lambda: ours(ids[:, :3], **with_cache(cache))))
             intruders.append(in_another_thread(lambda: cache.reorder_cache(torch.tensor([0]))))
+            intruders.append(in_another_thread(lambda: cache.batch_select_indices([0])))
+            intruders.append(in_another_thread(lambda: cache.batch_repeat_interleave(2)))
             intruders.append(in_another_thread(cache.reset))
 
     hook = ours.model.layers[1].register_forward_pre_hook(intrude)
     ours(ids, **with_cache(cache))
     hook.remove()
-    assert len(intruders) == 4
+    assert len(intruders) == 6
     for error in intruders:
         assert isinstance(error, RuntimeError)
         assert "one cache per thread" in str(error)
@@ -85,6 +89,48 @@ def test_a_cache_goes_from_thread_to_thread():
         ours(ids[:, :1], **with_cache(cache))
     cache.reset()
     greedy(ours, {"input_ids": ids}, **with_cache(cache))
+
+
+class Meanwhile:
+    """Calls a function when it is copied."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __deepcopy__(self, memo):
+        self.function()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_pass_of_another_thread_while_a_cache_is_copied(name, tmp_path, monkeypatch):
+    """A copy must not hold some layers from before the pass and others from after it, nor may such
+    a file replace an earlier one."""
+    ours, file = model(name), tmp_path / "cache"
+    (ids,) = prompts(20)
+    cache = H2OCache(ours.config, **SMALL)
+    run = torch.no_grad()(lambda ids: ours(ids, **with_cache(cache)))
+    run(ids)
+    cache.save(file)
+    before = file.read_bytes()
+
+    def step():
+        in_another_thread(lambda: run(ids[:, :1]))
+
+    def snapshot(layer):
+        if layer is cache.layers[1]:
+            step()
+        return take_snapshot(layer)
+
+    cache.layers[1].probe = Meanwhile(step)
+    with pytest.raises(RuntimeError, match="in use by another thread"):
+        cache.fork()
+    del cache.layers[1].probe
+    monkeypatch.setattr(cache_file, "take_snapshot", snapshot)
+    with pytest.raises(RuntimeError, match="in use by another thread"):
+        cache.save(file)
+    assert file.read_bytes() == before
+    assert [x.name for x in tmp_path.iterdir()] == ["cache"]
+    assert cache.fork().get_seq_length() == cache.get_seq_length() == 22
 
 
 @pytest.mark.parametrize("generates", [True, False])

@@ -188,9 +188,9 @@ class H2OCache(CacheInspection):
             ValueError: `rows` is not an integer of at least 1.
         """
         check_count("rows", rows)
-        self._check_complete()
         try:
-            fork = copy.deepcopy(self)
+            with self._copying():
+                fork = copy.deepcopy(self)
         except RuntimeError as error:
             if "graph leaves" not in str(error):
                 raise
@@ -221,7 +221,6 @@ class H2OCache(CacheInspection):
                 was converted from a DynamicCache of a tensor-parallel model and does not know yet
                 which heads it holds.
         """
-        self._check_complete()
         cache_file.write(Path(path), self, model)
 
     @classmethod
@@ -369,7 +368,6 @@ class H2OCache(CacheInspection):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace each batch row i with row beam_idx[i], in every layer."""
-        self.guard.check_thread()
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor | Sequence[int]) -> None:
@@ -384,6 +382,7 @@ class H2OCache(CacheInspection):
 
     def _change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         """Select or repeat the rows [B, ...] of every tensor, including recurrent states."""
+        self.guard.check_thread()
         self.guard.text.drop_failed_pass(int(self.get_seq_length()))
         self.guard.change_rows(change)
         for layer in self.layers:

@@ -40,6 +40,20 @@ def write(path: Path, cache: Any, model: Any = None) -> None:
     model_settings = json.loads(cache.model_settings)
     if model is not None and (reason := _difference(model, cache.model_shape, model_settings)):
         raise ValueError(f"this cache was made for another model: {reason}")
+    with atomic_write(path) as draft, cache._copying():  # which raises before the file is replaced
+        draft.touch()  # raises the usual OSError if the file cannot be created
+        tensors, metadata = _contents(cache, model, model_settings)
+        try:
+            save_file(tensors, draft, metadata)
+        except SafetensorError as error:
+            reason = str(error).replace(str(draft), str(path))
+            raise OSError(f"{path} could not be written: {reason}") from error
+
+
+def _contents(
+    cache: Any, model: Any, model_settings: dict[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and metadata of a file."""
     snapshots = [_with_part(take_snapshot(layer), cache, model) for layer in cache.layers]
     cache.guard.text.drop_failed_pass(int(cache.get_seq_length()))
     number, rope_deltas = cache.guard.rope_deltas.number, {}
@@ -67,14 +81,7 @@ def write(path: Path, cache: Any, model: Any = None) -> None:
         for index, snapshot in enumerate(snapshots)
         for name, x in snapshot.tensors.items()
     }
-    metadata = {"format": "pt", "h2o": text, "sha256": _checksum(text, tensors)}
-    with atomic_write(path) as draft:
-        draft.touch()  # raises the usual OSError if the file cannot be created
-        try:
-            save_file(tensors, draft, metadata)
-        except SafetensorError as error:
-            reason = str(error).replace(str(draft), str(path))
-            raise OSError(f"{path} could not be written: {reason}") from error
+    return tensors, {"format": "pt", "h2o": text, "sha256": _checksum(text, tensors)}
 
 
 def read(cls: Any, path: Path, model: Any, device: Any) -> Any:

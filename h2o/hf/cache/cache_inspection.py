@@ -6,6 +6,7 @@ Shape letters as in `h2o.hf`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from h2o.compat import window_of
 from h2o.config import PARAMETERS, H2OConfig
 from h2o.hf.cache_state import recurrent_states
 from h2o.hf.cache_state.kept_keys import Kept, KeptToken
-from h2o.hf.cache_state.pass_guard import PassGuard
+from h2o.hf.cache_state.pass_guard import PassGuard, in_use_elsewhere
 from h2o.hf.cache_state.report import LayerReport, Report
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.model_traits.layer_kinds import CROSS_ATTENTION, has_states, kind_of
@@ -178,6 +179,18 @@ class CacheInspection(Cache):
         self.guard.check_thread()
         self.guard.check_keys_arrived()
         self._check_layers_agree()
+
+    @contextmanager
+    def _copying(self) -> Iterator[None]:
+        """Raise RuntimeError, before the block, for a cache that `_check_complete` rejects, and
+        after it, if another thread has begun a forward pass meanwhile. The block may then have
+        copied some tensors from before the pass and others from after it."""
+        self._check_complete()
+        seen = self._columns_seen()
+        yield
+        self.guard.check_thread()
+        if self._columns_seen() != seen:
+            raise in_use_elsewhere()
 
     def _check_layers_agree(self) -> None:
         self.guard.check_layers_agree(self._columns_seen())

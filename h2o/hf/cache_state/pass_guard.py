@@ -186,11 +186,7 @@ class PassGuard:
         thread = self._thread
         if thread not in (None, threading.get_ident()) and calls_a_module(thread):
             self.text.mark_unknown()  # it may have recorded the ids of the rejected pass
-            raise RuntimeError(
-                "this H2OCache is in use by another thread, whose forward pass has not ended. A "
-                "cache holds one conversation, so make one cache per thread, or use h2o.patched(), "
-                "which makes one per call"
-            )
+            raise in_use_elsewhere()
 
     def check_keys_arrived(self) -> None:
         """Raise RuntimeError if a layer's new keys never reached its attention."""
@@ -277,6 +273,15 @@ class PassGuard:
         self.prompt_length = None
         self.ends_in_padding = []
         self.pins.reset()
+
+
+def in_use_elsewhere() -> RuntimeError:
+    """Error for a cache that another thread runs a forward pass with."""
+    return RuntimeError(
+        "this H2OCache is in use by another thread, whose forward pass has not ended. A cache "
+        "holds one conversation, so make one cache per thread, or use h2o.patched(), which makes "
+        "one per call"
+    )
 
 
 def _disagreement_message(counts: list[int]) -> str:
