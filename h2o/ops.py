@@ -147,7 +147,7 @@ def attend(
         sink_logits=sink_logits,
     )  # fmt: skip
     if fields:
-        policy = resolve_policy(policy, fields)
+        policy = resolve_policy(policy, fields, attend)
     backend = backends.backend_for(query)
     scale, out, scores = _fill_in(query, keys, scale, out, float32=scores)
     backend.attend(
@@ -212,7 +212,7 @@ def evict(
     """
     _check_memory(slots, keys=keys, values=values, scores=scores, mask=mask)
     if fields:
-        policy = resolve_policy(policy, fields)
+        policy = resolve_policy(policy, fields, evict)
     backends.backend_for(keys).evict(keys, values, scores, mask, slots, policy)
 
 
@@ -257,7 +257,7 @@ def step(
             sink_logits=sink_logits,
         )  # fmt: skip
     if fields:
-        policy = resolve_policy(policy, fields)
+        policy = resolve_policy(policy, fields, step)
     backend = backends.backend_if_open(query)
     # Not `_fill_in`: this runs in every layer for every new token, often with both given.
     sizes = get_4d_sizes(query) if out is None or scale is None else None
@@ -319,7 +319,7 @@ def simulate(
         out=out, evicted_at=evicted_at, scores=scores, sink_logits=sink_logits,
     )  # fmt: skip
     if fields:
-        policy = resolve_policy(policy, fields)
+        policy = resolve_policy(policy, fields, simulate)
     backend = backends.backend_for(query)
     stored_keys = stored_values = None
     if kv_dtype is not None:

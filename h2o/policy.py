@@ -7,8 +7,9 @@ add a choice of `score_by`. This module imports neither torch nor NumPy.
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 from h2o.budgets import check_tokens
@@ -136,11 +137,22 @@ PAPER = Policy()
 """The policy of Zhang et al.: accumulated attention alone."""
 
 
-def resolve_policy(policy: Policy, fields: PolicyFields) -> Policy:
-    """Make a policy from the fields that a caller gave.
+def check_names(unknown: Set[str], names: Sequence[str]) -> None:
+    """Raise TypeError if there are unknown keywords. `names` are the known ones."""
+    if unknown:
+        name = min(unknown)
+        close = difflib.get_close_matches(name, names, 1)
+        hint = f". Did you mean {close[0]}?" if close else ""
+        raise TypeError(f"unknown parameter {name!r}: expected one of {', '.join(names)}{hint}")
+
+
+def resolve_policy(policy: Policy, fields: PolicyFields, function: Callable[..., Any]) -> Policy:
+    """Make a policy from the fields that a caller of `function` gave.
 
     Raises: TypeError if the caller gave a policy too, and for a keyword that is not a field.
     """
+    if unknown := fields.keys() - {*Policy._fields}:
+        check_names(unknown, [*Policy._fields, *function.__kwdefaults__])
     if policy is not PAPER:
         raise TypeError(f"give a policy or its fields, not both: {', '.join(fields)}")
     return Policy(**fields)

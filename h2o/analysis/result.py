@@ -333,7 +333,7 @@ class Analysis:
 
         Returns the axes. `options` are those of the figure, such as `layer=` of "scores".
         """
-        if figure not in FIGURES:
+        if not isinstance(figure, str) or figure not in FIGURES:
             raise ValueError(f"figure must be one of {', '.join(FIGURES)}, not {figure!r}")
         ax = axes_or_new(ax, **({"figsize": (8, 3)} if figure == "scores" else {}))
         FIGURES[figure](self, ax, **options)

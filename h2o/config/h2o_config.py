@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
-from collections.abc import Sequence, Set
 from typing import Any, get_args
 
 from h2o.budgets import (
@@ -28,7 +26,7 @@ from h2o.config.presets import Presets
 from h2o.config.profile import Profile
 from h2o.kv_dtype import QUANTIZED, KvDtype, bytes_per_token, fewest_bits
 from h2o.model_identity import config_of, describe, key_size, latent_row
-from h2o.policy import OPERATIONS_SCORE_BY, Policy, ScoreBy, check_policy
+from h2o.policy import OPERATIONS_SCORE_BY, Policy, ScoreBy, check_names, check_policy
 
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "kv_dtype": (None, "auto", *QUANTIZED),
@@ -118,7 +116,7 @@ class H2OConfig(Presets):
                 f"H2OConfig({amounts[0]!r}): amounts are keyword-only. Write budget=... for the "
                 "whole budget, or heavy=..., recent=... for its two parts"
             )
-        _check_names(fields.keys() - {x.name for x in dataclasses.fields(cls)}, PARAMETERS)
+        check_names(fields.keys() - {x.name for x in dataclasses.fields(cls)}, PARAMETERS)
         self = super().__new__(cls)
         if fields.get("budget") is not None:
             object.__setattr__(self, "_given", frozenset(fields))
@@ -304,15 +302,6 @@ def _each(budget: Any) -> tuple[Any, ...]:
     return budget if isinstance(budget, tuple) else ()
 
 
-def _check_names(unknown: Set[str], names: Sequence[str]) -> None:
-    """Raise TypeError if there are unknown keywords. `names` are the known ones."""
-    if unknown:
-        name = min(unknown)
-        close = difflib.get_close_matches(name, names, 1)
-        hint = f". Did you mean {close[0]}?" if close else ""
-        raise TypeError(f"unknown parameter {name!r}: expected one of {', '.join(names)}{hint}")
-
-
 def check_config(config: Any) -> None:
     """Raise TypeError for anything but an H2OConfig."""
     if not isinstance(config, H2OConfig):
@@ -334,7 +323,7 @@ def resolve_config(
     """The config that a caller of `function` gave as an object or as keywords."""
     others = inspect.unwrap(function).__kwdefaults__  # its own keyword-only parameters
     names = dict.fromkeys([*PARAMETERS, *others, "h2o_config"])
-    _check_names(parameters.keys() - {*PARAMETERS}, [*names])
+    check_names(parameters.keys() - {*PARAMETERS}, [*names])
     if h2o_config is None:
         return H2OConfig(**parameters)
     check_config(h2o_config)

@@ -305,8 +305,9 @@ def test_a_policy_comes_whole_or_by_its_fields(name):
     assert with_record.snapshot() == parts.snapshot()
     with pytest.raises(TypeError, match="a policy or its fields, not both: decay"):
         with_record.put("decay", 1.0).run()
-    with pytest.raises(TypeError, match="unexpected keyword argument 'ranked_by'"):
-        make(name).put("ranked_by", "sum").run()
+    for wrong, meant in (("scored_by", "score_by"), ("masks", "mask")):
+        with pytest.raises(TypeError, match=rf"unknown parameter '{wrong}'.*mean {meant}\?"):
+            make(name).put(wrong, None).run()
 
 
 # ---- Numbers in tensors ------------------------------------------------------------------------
