@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from h2o.backends.torch_backend.step import rotate_by
-from h2o.policy import PAPER, Policy, PolicyFields, resolve_policy
+from h2o.policy import PAPER, Policy, PolicyFields
 from h2o.quantization import dequantize, stored_like
 from h2o.sink_logits import softmax
 from h2o.slots import PER_SLOT, new_slots
@@ -112,7 +112,7 @@ def attend(
 
 
 def _policy(policy: Policy, fields: Any) -> Policy:
-    return resolve_policy(policy, fields) if fields else policy
+    return Policy(**fields) if fields else policy
 
 
 def _probabilities(
