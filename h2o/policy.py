@@ -151,8 +151,7 @@ def resolve_policy(policy: Policy, fields: PolicyFields, function: Callable[...,
 
     Raises: TypeError if the caller gave a policy too, and for a keyword that is not a field.
     """
-    if unknown := fields.keys() - {*Policy._fields}:
-        check_names(unknown, [*Policy._fields, *function.__kwdefaults__])
+    check_names(fields.keys() - {*Policy._fields}, [*Policy._fields, *function.__kwdefaults__])
     if policy is not PAPER:
         raise TypeError(f"give a policy or its fields, not both: {', '.join(fields)}")
     return Policy(**fields)
