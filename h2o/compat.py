@@ -1,10 +1,10 @@
 """Everything that h2o uses from the internals of transformers and torch.
 
 Private names, signatures of their functions and differences between versions are confined to this
-module and `h2o.compat_wrappers`. Each entry says what it is, and what happens in a version that
-lacks it. `packages.py` lists the supported and the tested versions of transformers. If a later
-version moves a name that is imported below, the import fails, and `h2o` reports the ImportError on
-first use.
+module, `h2o.compat_calls` and `h2o.compat_wrappers`. Each entry says what it is, and what happens
+in a version that lacks it. `packages.py` lists the supported and the tested versions of
+transformers. If a later version moves a name that is imported below, the import fails, and `h2o`
+reports the ImportError on first use.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,23 +87,6 @@ def known_prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) ->
     return getattr(generation_config, "_mask_length", None)
 
 
-def chunks_of_prompt() -> tuple[Any, list[int], Tensor | None] | None:
-    """The cache, the columns of each chunk and the whole attention mask, while
-    `generate(prefill_chunk_size=...)` prefills several chunks; otherwise None.
-
-    A cache cannot tell a first chunk from a prompt. So this function reads the local variables of
-    `GenerationMixin._prefill`, which cuts the chunks in all versions from 5.4 to 5.24."""
-    frame = None if torch.compiler.is_compiling() else inspect.currentframe()
-    while frame is not None and frame.f_code.co_name != "_prefill":
-        frame = frame.f_back
-    found = {} if frame is None else frame.f_locals
-    if getattr(found.get("generation_config"), "prefill_chunk_size", None) is None:
-        return None
-    chunks = [chunk.shape[1] for chunk in found["input_chunks"]]
-    cache, mask = cache_in(found["model_kwargs"]), found["attention_mask"]
-    return (cache, chunks, mask) if len(chunks) > 1 else None
-
-
 def compile_everywhere(compile_config: Any) -> None:
     """Make `generate()` compile on CPUs too. A version without the attribute ignores it."""
     compile_config._compile_all_devices = True
@@ -111,94 +94,6 @@ def compile_everywhere(compile_config: Any) -> None:
 
 CROPS_TO_LENGTH = accepts(DynamicCache.crop, "max_length")
 """Whether `Cache.crop` expects the length to keep, as before 5.16, unless it is negative."""
-
-
-class NewText(NamedTuple):
-    """Inputs that the caller of a forward pass gives for its tokens."""
-
-    mask: Tensor | None
-    """[B, n], 0 for padding. None: no padding."""
-    positions: Tensor | None
-    """[B or 1, Q]; the first one if a token has several. None if the model computes them."""
-    is_injected: bool
-    """Whether a wrapper of the model replaced the input of a decode step by embeddings."""
-    ids: Tensor | None
-    """[B, Q]. None if the caller gives embeddings."""
-    dropped: Tensor | None
-    """[B, n], the first input_ids, which `generate()` drops because the cache has them."""
-    is_assisted: bool
-    """Whether the pass belongs to assisted decoding."""
-    config: Any
-    """The config for which the mask is made, that of the language model. None if unknown."""
-
-
-def new_text(cache: Any) -> NewText | None:
-    """The inputs of the forward pass whose mask is being made for a cache. transformers does not
-    pass them to a cache, so they are read from its calls: "attention_mask" of the mask function,
-    "position_ids" of the outermost forward(). None if no call has a mask, or a version names it
-    differently."""
-    masks, positions, embedded, calls = [], [], False, set()
-    ids = dropped = config = None
-    for name, here in _calls_under_way(cache):
-        calls.add(name)
-        masks += [here["attention_mask"]] if "attention_mask" in here else []
-        config = here.get("config") if config is None else config
-        if "position_ids" in here and (name == "forward" or not positions):
-            positions.append(here["position_ids"])
-        if name == "forward":
-            embedded = here.get("inputs_embeds") is not None
-            ids = here.get("input_ids", ids)
-        if name == "_prefill" and here.get("next_sequence_length"):
-            dropped = here["input_ids"][:, : -here["next_sequence_length"]]
-    if not masks:
-        return None
-    mask, numbers = masks[0], positions[-1] if positions else None
-    if isinstance(numbers, Tensor) and numbers.ndim == 3:  # multimodal models: several per token
-        numbers = numbers[0]
-    mask, numbers = (x if isinstance(x, Tensor) and x.ndim == 2 else None for x in (mask, numbers))
-    is_injected = embedded and numbers is None and "generate" in calls and "_prefill" not in calls
-    return NewText(mask, numbers, is_injected, ids, dropped, "_assisted_decoding" in calls, config)
-
-
-def find_rope_deltas_module() -> Any:
-    """The module with the attribute `rope_deltas` that led to the call of a cache, or None."""
-    for _, here in _calls_under_way():
-        module = here.get("self")
-        for one in (module, getattr(module, "model", None)):
-            if isinstance(one, nn.Module) and "rope_deltas" in vars(one):
-                return one
-    return None
-
-
-def _calls_under_way(cache: Any = None) -> list[tuple[str, dict[str, Any]]]:
-    """Name and local variables of each transformers call on the stack, the innermost first.
-
-    A function of another package ends the list. It may wrap the model's forward(), as accelerate's
-    hooks do, so calls of `_OUTER` that have `cache` follow."""
-    calls, is_wrapped = [], False
-    frame = sys._getframe(1)
-    while frame is not None:
-        name, package = frame.f_code.co_name, frame.f_globals.get("__name__", "").partition(".")[0]
-        if package.startswith("transformers"):  # or transformers_modules: a model's remote code
-            # Locals of other calls may hold tensors.
-            if not is_wrapped or (name in _OUTER and _has_cache(frame.f_locals, cache)):
-                calls.append((name, frame.f_locals))
-        elif package not in ("h2o", "torch"):
-            is_wrapped = True
-            if cache is None:
-                break
-        frame = frame.f_back
-    return calls
-
-
-_OUTER = ("forward", "generate", "_prefill", "_assisted_decoding")
-"""Calls that a wrapper of forward() may hide"""
-
-
-def _has_cache(here: dict[str, Any], cache: Any) -> bool:
-    """Whether a call with these local variables passes on a cache."""
-    passed = (here, here.get("model_kwargs"), here.get("kwargs"))
-    return any(isinstance(x, dict) and cache_in(x) is cache for x in passed)
 
 
 # ---- Attention functions -------------------------------------------------------------------------

@@ -375,13 +375,13 @@ def defined_names(tree: ast.AST) -> set[str]:
     return names
 
 
-def test_what_is_borrowed_from_inside_other_packages_stands_in_two_files():
+def test_what_is_borrowed_from_inside_other_packages_stands_in_compat_files():
     """Private names, signatures and versions of transformers, accelerate, PEFT and torch are used
     in the compat files only."""
     assert private_names(ast.parse("x._y; from torch import _z; getattr(a, '_b')")) == {
         "_y", "_z", "_b",
     }  # fmt: skip
-    compats = ["h2o/compat.py", "h2o/compat_wrappers.py"]
+    compats = ["h2o/compat.py", "h2o/compat_calls.py", "h2o/compat_wrappers.py"]
     rooms = {*compats, *sources("h2o/vllm", ".py")}  # the plugin may use vLLM's
     rooms.add("h2o/backends/prompt_attention.py")  # needs torch and must not import transformers
     trees = {name: ast.parse(text) for name, text in PYTHON.items()}
@@ -426,8 +426,8 @@ FILES_OF_A_ROOM = 11
 """Most files in a room of h2o/hf, including __init__.py."""
 
 SERVING = {
-    "attention_blocks", "backends", "budgets", "compat", "compat_wrappers", "config", "errors",
-    "hf", "kv_dtype", "model_identity", "models", "number_checks", "ops", "packages", "policy",
+    "attention_blocks", "backends", "budgets", "compat", "compat_calls", "compat_wrappers",
+    "config", "errors", "hf", "kv_dtype", "model_identity", "models", "number_checks", "ops", "packages", "policy",
     "quantization", "sink_logits", "slots", "spans", "tensors", "utils", "vllm",
 }  # fmt: skip
 """Rooms that are needed to serve a model or to simulate serving in one forward pass. The other

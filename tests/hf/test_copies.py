@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 from h2o import H2OCache, H2OConfig
 from h2o.compat import with_cache
+from h2o.hf.model_traits.layer_kinds import HYBRIDS
 from tests.hf.tiny import greedy, model, prompts
 
 COPIED = {
@@ -47,18 +48,23 @@ def test_a_copy_goes_on_with_what_it_is_asked():
 
 
 @pytest.mark.filterwarnings("ignore:nothing is evicted")
-def test_a_copy_of_a_pass_that_recorded_gradients():
-    """Layers of transformers' own hold tensors with gradients then, which torch does not copy."""
-    ours, (ids,) = model("mistral-window"), prompts(20)
-    cache = H2OCache(ours.config, heavy=6, recent=6)
-    with torch.enable_grad():
-        ours(ids, **with_cache(cache))
-    for copied in (cache.fork, lambda: copy.copy(cache)):
-        with pytest.raises(RuntimeError, match=r"call the model within `with torch\.no_grad\(\):`"):
-            copied()
-    cache.reset()
+@pytest.mark.parametrize("name", ["mistral-window", "gemma2", *["falcon_h1"] * HYBRIDS])
+def test_a_copy_of_a_pass_that_recorded_gradients(name, gradients):
+    """Layers of transformers' own hold tensors with gradients then, which torch does not copy. A
+    copy has none, so that the next pass may write to it."""
+    ours, (ids, more) = model(name), prompts(20, 3)
+    cache = H2OCache(ours.config, heavy=60, recent=60)
     ours(ids, **with_cache(cache))
-    assert cache.fork().get_seq_length() == 20
+    with torch.no_grad():
+        expected = ours(torch.cat([ids, more], 1), use_cache=False).logits[:, -3:]
+    copies = (
+        *(cache.fork(), copy.copy(cache), copy.deepcopy(cache)),
+        pickle.loads(pickle.dumps(cache)),
+    )
+    for copied in copies:
+        got = ours(more, **with_cache(copied)).logits
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-3)
+    assert ours(more, **with_cache(cache)).logits.requires_grad
 
 
 def test_a_cache_of_all_keys_grows_by_little():

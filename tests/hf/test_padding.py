@@ -106,7 +106,7 @@ def test_nothing_is_read_with_padding_amid_a_row(name):
         ours(**inputs, **with_cache(cache))
     assert cache.get_seq_length() == 0
     left = padded(prompts(20, 31), "left")
-    ours(**left, **with_cache(cache))
+    read(ours, cache, left, 0, 31)
     before, inputs = contents(cache), followed(left, 4)
     inputs["attention_mask"][0, 31:33] = 0  # turns of two lengths, padded on the left
     with REFUSED:
@@ -174,9 +174,9 @@ def test_copies_and_files_know_their_padding(name, tmp_path):
     cache.save(tmp_path / "cache.safetensors", ours)
     loaded = H2OCache.load(tmp_path / "cache.safetensors", ours)
     for copy in (cache.fork(), cache.fork(rows=2), loaded):
-        rows = copy.guard.ends_in_padding
+        rows = [state.ends_in_padding for state in copy.guard.row_states]
         assert rows == [True] * (len(rows) // 2) + [False] * (len(rows) // 2)
-        with pytest.raises(ValueError, match="the last column that the cache has seen is padding"):
+        with pytest.raises(ValueError, match="Pass the earlier mask unchanged"):
             ours(torch.full((len(rows), 1), 7), **with_cache(copy))
     cache.reset()
     row = prompts(20)[0]

@@ -223,10 +223,7 @@ def h2o_mask(
         )
     length = attention_mask.shape[1]
     if length != kv_length and length != q_offset + q_length:
-        raise ValueError(
-            f"attention_mask has {length} columns; expected {q_offset + q_length}, for "
-            f"{q_offset} tokens seen so far and {q_length} new ones"
-        )
+        raise mask_length_error(length, q_offset, q_length)
     mask = attention_mask[:, length - kv_length :]
     if is_h2o:
         # The view's stride grows with each token, and each stride would need its own graph.
@@ -234,6 +231,14 @@ def h2o_mask(
     if q_length > 1 and getattr(kwargs.get("config"), "num_kv_shared_layers", None):
         return Pads.over(mask, q_length)
     return mask
+
+
+def mask_length_error(columns: int, seen: int, new: int) -> ValueError:
+    """Error for a mask whose columns are neither all nor the new ones."""
+    return ValueError(
+        f"attention_mask has {columns} columns; expected {seen + new}, for {seen} tokens seen so "
+        f"far and {new} new ones"
+    )
 
 
 def _dense_mask(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:

@@ -280,7 +280,7 @@ def can_share(request: ActiveRequest) -> bool:
         request.tokens_prefilled == 0
         and request.generation_config.prefill_chunk_size is None
         and request.cache.config == settings.config
-        and not (guard.pins or guard.has_states or guard.rope_deltas.is_possible)
+        and not (guard.pins or guard.has_states or guard.has_rope_deltas)
         and not (settings.virtual or settings.angles)
         and accepts(unwrap(settings.model).forward, "position_ids")
     )

@@ -80,8 +80,9 @@ class RowBatch:
             source_rows: the row of `joining` for each of `rows`.
             tokens: number of tokens that each of them has seen, without padding.
         """
-        for row, n in zip(rows, tokens, strict=True):
-            self.tokens[row], self.offsets[row] = n, joining.guard.rope_deltas.offset
+        for row, source_row, n in zip(rows, source_rows, tokens, strict=True):
+            self.tokens[row] = n
+            self.offsets[row] = joining.guard.row_state(source_row).offset or 0
         B, longest = len(self.tokens), max(self.tokens)
         for layer, other in zip(self.cache.layers, joining.layers, strict=True):
             if isinstance(layer, H2OLayer):

@@ -39,6 +39,7 @@ from h2o.hf.model_traits.layer_kinds import (
     has_states,
     kind_of,
     warn_of_windows,
+    without_gradients,
 )
 from h2o.hf.model_traits.wrappers import check_pins, unwrap
 from h2o.hf.support import text_config_of
@@ -110,7 +111,7 @@ class H2OCache(CacheInspection):
         guard.pins = Pins.of(pinned, plan.h2o_config.decay)
         guard.plans = plan.plans
         guard.drops_cache_after = plan.drops_cache_after
-        guard.rope_deltas.is_possible = config.get_text_config(decoder=True) is not config
+        guard.has_rope_deltas = config.get_text_config(decoder=True) is not config
         Cache.__init__(self, layers=layers)  # a model's own cache class may accept no arguments
         self.guard = guard
         self.echo_replacement, self.model_shape = plan.echo_replacement, plan.model_shape
@@ -164,7 +165,6 @@ class H2OCache(CacheInspection):
         """
         converted = cls(config, h2o_config, **parameters)
         import_dynamic_cache(cache, converted.layers, converted.guard, attention_mask)
-        converted.guard.rope_deltas.is_known = False
         return converted
 
     def fork(self, rows: int = 1) -> H2OCache:
@@ -183,21 +183,12 @@ class H2OCache(CacheInspection):
             rows: copies of each batch row, at least 1, for asking several questions in one batch.
 
         Raises:
-            RuntimeError: a forward pass was interrupted, another thread is still running one, or a
-                pass recorded gradients of states or sliding windows.
+            RuntimeError: a forward pass was interrupted, or another thread is still running one.
             ValueError: `rows` is not an integer of at least 1.
         """
         check_count("rows", rows)
-        try:
-            with self._copying():
-                fork = copy.deepcopy(self)
-        except RuntimeError as error:
-            if "graph leaves" not in str(error):
-                raise
-            raise RuntimeError(
-                "the cache holds states or sliding windows with gradients, which cannot be copied: "
-                "call the model within `with torch.no_grad():` before fork()"
-            ) from error
+        with self._copying():
+            fork = copy.deepcopy(self)
         if rows != 1:
             fork.batch_repeat_interleave(rows)
         return fork
@@ -205,6 +196,11 @@ class H2OCache(CacheInspection):
     def __copy__(self) -> H2OCache:
         """Return a fork, because copies that share layers would read each other's text."""
         return self.fork()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What deepcopy and pickle copy. Copies have no gradients of states and sliding windows, as
+        h2o's own layers never have."""
+        return {**self.__dict__, "layers": [without_gradients(layer) for layer in self.layers]}
 
     def save(self, path: str | os.PathLike[str], model: Any = None) -> None:
         """Write the cache to a safetensors file. Generation after `load` gives identical tokens.
@@ -307,6 +303,7 @@ class H2OCache(CacheInspection):
         self._check_complete()
         crop.crop(self.layers, tokens, seen, left)
         self.guard.end_pass()  # the repeated one
+        self.guard.crop(left)
 
     def activate_past_recording(self) -> None:
         """Record each forward pass from now on, so that `crop` can remove its tokens.
@@ -315,6 +312,7 @@ class H2OCache(CacheInspection):
         themselves. Each layer then keeps a copy of its state before the last pass, and the queries,
         keys and values of that pass. To stop recording, set `record_past = False` on each layer.
         """
+        self.guard.records_passes = True
         for layer in self.layers:
             if hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()

@@ -23,6 +23,7 @@ from h2o.config import H2OConfig
 from h2o.config.profile import Profile
 from h2o.hf.cache_state.layer_snapshot import Snapshot, restore, take_snapshot
 from h2o.hf.cache_state.pins import Pins
+from h2o.hf.cache_state.row_state import RowState
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.layers.pass_runners import CapturedRunner
 from h2o.hf.model_traits import tensor_parallel
@@ -31,7 +32,7 @@ from h2o.packages import version
 from h2o.utils.filesystem import atomic_write
 
 KIND = "h2o cache"
-LAYOUT = 3
+LAYOUT = 4
 """Version of the file format. Increase it when older versions of h2o cannot read new files."""
 
 
@@ -56,9 +57,6 @@ def _contents(
     """Tensors and metadata of a file."""
     snapshots = [_with_part(take_snapshot(layer), cache, model) for layer in cache.layers]
     cache.guard.text.drop_failed_pass(int(cache.get_seq_length()))
-    number, rope_deltas = cache.guard.rope_deltas.number, {}
-    if cache.guard.rope_deltas.is_known:
-        rope_deltas["rope_deltas"] = None if number is None else number.tolist()
     text = json.dumps(
         {
             "kind": KIND,
@@ -70,10 +68,9 @@ def _contents(
             "settings": _settings(cache),
             "prompt_length": cache.guard.prompt_length,
             "pins": dataclasses.asdict(cache.guard.pins),
-            "ends_in_padding": cache.guard.ends_in_padding,
+            "rows": [dataclasses.asdict(state) for state in cache.guard.row_states],
             "text": cache.guard.text.as_dict(),
             "layers": [snapshot.numbers for snapshot in snapshots],
-            **rope_deltas,
         }
     )
     tensors = {
@@ -103,13 +100,10 @@ def read(cls: Any, path: Path, model: Any, device: Any) -> Any:
         loaded._check_complete()
     except RuntimeError as error:
         raise ValueError(f"{path}: {error}") from error
-    guard, deltas = loaded.guard, loaded.guard.rope_deltas
+    guard = loaded.guard
     guard.pins = Pins(**content["pins"])
-    guard.ends_in_padding = content.get("ends_in_padding", [])
+    guard.row_states = [RowState(**state) for state in content["rows"]]
     guard.text.restore(content.get("text"))
-    deltas.is_known = "rope_deltas" in content
-    if (number := content.get("rope_deltas")) is not None:
-        deltas.number = torch.tensor(number, dtype=torch.long, device="cpu")
     loaded.echo_replacement = settings.get("not_dealt", "")
     return loaded
 

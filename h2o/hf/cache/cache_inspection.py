@@ -20,6 +20,7 @@ from h2o.hf.cache_state import recurrent_states
 from h2o.hf.cache_state.kept_keys import Kept, KeptToken
 from h2o.hf.cache_state.pass_guard import PassGuard, in_use_elsewhere
 from h2o.hf.cache_state.report import LayerReport, Report
+from h2o.hf.cache_state.rope_deltas import put_rope_deltas
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.model_traits.layer_kinds import CROSS_ATTENTION, has_states, kind_of
 
@@ -60,8 +61,8 @@ class CacheInspection(Cache):
         Models with `rope_deltas` call this before they use them, so it also sets them to those of
         this cache."""
         seen = super().get_seq_length(layer_idx)
-        if self.guard.rope_deltas.is_possible:
-            self.guard.rope_deltas.begin(seen)
+        if self.guard.has_rope_deltas:
+            put_rope_deltas(self.guard.row_states, is_empty=int(seen) == 0)
         return seen
 
     def __repr__(self) -> str:

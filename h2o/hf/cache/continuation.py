@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from h2o.compat import NewText, new_text
+from h2o.compat_calls import NewText, new_text
 from h2o.errors import UnsupportedError
+from h2o.hf.attention.attention import mask_length_error
 from h2o.hf.cache_state.pass_guard import WITHOUT_CACHE, PassGuard
+from h2o.hf.cache_state.row_state import LastPass, NewColumns, RowState, broadcast, with_padding
 from h2o.hf.cache_state.seen_text import SeenText
 from h2o.model_identity import difference, rotary_difference
 
@@ -40,7 +42,7 @@ def check_text(cache: Any, seen: int, new: int) -> None:
             or states would count padding as text.
     """
     guard = cache.guard
-    guard.padding_of_pass = None
+    guard.states_of_pass = None
     if guard.has_independent_rows:
         return
     if guard.drops_cache_after is not None:
@@ -48,17 +50,44 @@ def check_text(cache: Any, seen: int, new: int) -> None:
     text = new_text(cache)
     if text is None:
         guard.text.mark_unknown()
+        guard.states_of_pass = [RowState(None)]
         return
     _check_model(cache, text.config)
+    tokens: list[int] | None = [0]
+    is_step = is_on_gpu = False
     if seen:
-        _check_continuation(cache, seen, text, new)
-    else:
-        guard.skips_pads = _skips_pads(text, new)
-    if guard.counts_padding and not (
-        seen and _is_step_on_gpu(text, new) and not guard.ends_in_padding
-    ):
-        guard.padding_of_pass = _check_padding(guard, text.mask, seen, new)
+        _check_can_continue(seen, text)
+        if is_on_gpu := _is_step_on_gpu(text, new):
+            tokens, is_step = None, True
+        else:
+            tokens = _tokens_seen(cache, seen, text.mask)
+            is_step = _check_continuation(cache, seen, text, new, tokens)
+    columns = _new_columns(guard, text, seen, new)
+    # A decode step changes no offset, since images come in longer passes.
+    states = guard.row_states if is_step else columns.advance(guard.row_states, tokens, seen)
+    if guard.counts_padding and not (is_on_gpu and not guard.ends_in_padding):
+        states = _with_padding(guard, states, text.mask, seen, new)
+    guard.states_of_pass, guard.last_pass = states, None
+    if guard.records_passes:
+        whole = text.mask if guard.counts_padding else None
+        guard.last_pass = LastPass(guard.row_states, tokens, whole, seen, columns.cut(new))
     guard.text.record_ids(text.ids, text.mask, seen)
+
+
+def _new_columns(guard: PassGuard, text: NewText, seen: int, new: int) -> NewColumns:
+    """The new columns of a pass.
+
+    Raises:
+        ValueError: the mask covers neither all columns nor, without sliding windows, the new ones.
+    """
+    mask, positions = text.mask, text.positions
+    if mask is not None:
+        if mask.shape[1] not in (seen + new, seen + new if guard.has_windows else new):
+            raise mask_length_error(mask.shape[1], seen, new)
+        mask = mask[:, mask.shape[1] - new :]
+    if positions is not None and positions.shape[-1] != new:
+        positions = None
+    return NewColumns(new, mask, positions)
 
 
 def _check_model(cache: Any, config: Any) -> None:
@@ -99,7 +128,8 @@ def no_new_tokens(seen: int) -> ValueError:
     )
 
 
-def _check_continuation(cache: Any, seen: int, text: NewText, new: int) -> None:
+def _check_can_continue(seen: int, text: NewText) -> None:
+    """Raise an error for a pass that no cache with `seen` columns can continue."""
     if text.positions is not None and text.positions.numel() == 0:
         # With prefill_chunk_size generate() prefills ids of the text seen again if none are left.
         raise no_new_tokens(seen)
@@ -109,34 +139,51 @@ def _check_continuation(cache: Any, seen: int, text: NewText, new: int) -> None:
             "later PEFT's prompt tuning mistakes each step for a prompt, because it does not find "
             "the cache under its new name. Use h2o.generate_all, or transformers before 5.24"
         )
-    if _is_step_on_gpu(text, new):
-        return
+
+
+def _tokens_seen(cache: Any, seen: int, mask: Tensor | None) -> list[int] | None:
+    """Number of tokens in each row [B], or a single one for all rows; None if unknown."""
     first = next((cache.layers[index] for index in cache.guard.plans), None)
-    lengths: Tensor | None = None  # tokens in each row [B], which only h2o's layers count
     if first is not None and first.slots is not None:
-        lengths = first.slots.seen_tokens
-        if text.mask is not None and text.mask.shape == (len(lengths), seen + new):
-            _check_counts(text.mask[:, :seen].bool().sum(1).tolist(), lengths, seen)
-        elif text.mask is None and cache.guard.skips_pads:
-            _check_counts([seen] * len(lengths), lengths, seen)
-    elif text.mask is None or bool(text.mask.all()):  # no row has padding
-        lengths = torch.tensor([seen], dtype=torch.long, device="cpu")
-    is_whole = text.mask is None or text.mask.shape[1] == seen + new
+        counts: list[int] = first.slots.seen_tokens.tolist()
+        return counts
+    known = cache.guard.text.counts(seen)
+    if known is None and (mask is None or bool(mask.all())):  # no row has padding
+        return [seen]
+    return known
+
+
+def _check_continuation(
+    cache: Any, seen: int, text: NewText, new: int, tokens: list[int] | None
+) -> bool:
+    """Check mask, ids and positions of a pass that follows `tokens` in each row. Return whether it
+    is a decode step that has the next position of each row."""
+    mask, positions = text.mask, text.positions
+    if tokens is not None:
+        if mask is not None and mask.shape == (len(tokens), seen + new):
+            _check_counts(mask[:, :seen].bool().sum(1).tolist(), tokens, seen)
+        elif mask is None and _needs_mask(cache.guard, seen, text, tokens):
+            _check_counts([seen] * len(tokens), tokens, seen)
+    is_whole = mask is None or mask.shape[1] == seen + new
     if is_whole and text.dropped is not None and text.dropped.shape[1] == seen:
-        check_ids(cache.guard.text, text.dropped, text.mask)
-    if lengths is not None and text.positions is not None and text.positions.shape[1] == new:
-        if len({len(lengths), len(text.positions)} - {1}) > 1:
-            return  # wrong batch size, which the first layer reports
-        least = lengths + cache.guard.rope_deltas.least
-        is_relative = cache.config.positions == "cache_relative"
-        _check_positions(text, least, seen, new, zero_is_free=is_relative)
-
-
-def _skips_pads(text: NewText, new: int) -> bool:
-    """Whether the positions of a first pass over `new` columns skip padding."""
-    if text.mask is None or text.positions is None or bool(text.mask.all()):
+        check_ids(cache.guard.text, text.dropped, mask)
+    if tokens is None or positions is None or positions.shape[-1] != new:
         return False
-    return bool((text.positions.max(1).values < new - 1).any())
+    if len({len(tokens), positions.shape[1]} - {1}) > 1:
+        return False  # wrong batch size, which the first layer reports
+    if cache.config.positions == "cache_relative" and not positions.any():
+        return False  # the cache computes its own
+    return _check_positions(cache.guard, seen, text, new, tokens)
+
+
+def _needs_mask(guard: PassGuard, seen: int, text: NewText, tokens: list[int]) -> bool:
+    """Whether a pass may have no mask only if no row has padding. Sliding windows would attend to
+    padding, and a model that numbers columns would count it, unless it has done so before."""
+    if guard.has_windows:
+        return True
+    offsets = broadcast(tokens, [state.offset for state in guard.row_states])
+    counts_columns = all(x is not None and n + x == seen for n, x in offsets)
+    return text.positions is not None and not text.is_chosen and not counts_columns
 
 
 def _is_step_on_gpu(text: NewText, new: int) -> bool:
@@ -146,70 +193,117 @@ def _is_step_on_gpu(text: NewText, new: int) -> bool:
     return new == 1 and (is_elsewhere or (positions is not None and not positions.is_cpu))
 
 
-def _check_counts(said: list[int], lengths: Tensor, seen: int) -> None:
+def _check_counts(said: list[int], tokens: list[int], seen: int) -> None:
     """`said`: tokens per row according to the attention mask; without a mask, all columns."""
-    if said != lengths.tolist():
+    if said != tokens:
         raise ValueError(
             f"attention_mask has {said} tokens per row in the {seen} columns that the cache has "
-            f"seen, but the cache counted {lengths.tolist()}. Pass the earlier mask unchanged, "
-            "followed by the mask of the new columns"
+            f"seen, but the cache counted {tokens}. Pass the earlier mask unchanged, followed by "
+            "the mask of the new columns"
         )
 
 
 def _check_positions(
-    text: NewText, least: Tensor, seen: int, new: int, *, zero_is_free: bool
-) -> None:
-    """Check that no new token has a position below `least` [B or 1].
+    guard: PassGuard, seen: int, text: NewText, new: int, tokens: list[int]
+) -> bool:
+    """Check that no new token has the position of an earlier one, and that positions which no
+    caller chose continue the row. Return as `_check_continuation`.
 
-    `zero_is_free`: accept positions that are all 0, because the cache computes its own."""
-    B = max(len(least), len(text.positions))
-    positions, least = text.positions.expand(B, -1).to(least.device), least.expand(B)
+    `tokens`: number of tokens in each row, or in all, before the pass."""
+    assert text.positions is not None
+    positions = text.positions.amin(0)
+    expected = [
+        None if state.offset is None else n + state.offset
+        for n, state in broadcast(tokens, guard.row_states)
+    ]
+    B = max(len(expected), len(positions))
+    positions, expected = positions.expand(B, -1), expected * (B // len(expected))
+    if new == 1 and positions[:, 0].tolist() == expected:
+        return True
+    mask = None if text.mask is None else text.mask[:, -new:].bool()
+    at_least = [_UNBOUNDED if guard.has_rope_deltas else n for n in tokens * (B // len(tokens))]
+    least = torch.tensor(
+        [n if x is None else x for n, x in zip(at_least, expected, strict=True)],
+        device=positions.device,
+    )
     late = positions >= least[:, None]
-    if bool(late.all()):
-        return
-    if text.mask is not None:
-        late |= ~text.mask[:, -new:].bool().to(late.device)
-    if bool(late.all()) or (zero_is_free and not positions.any()):
-        return
-    if new == seen + 1 and not positions[:, 0].any():
-        raise ValueError(WITHOUT_CACHE)
-    if text.is_assisted and not positions[:, 0].any():
+    if not late.all() and mask is not None:
+        late |= ~mask.to(late.device)
+    if not late.all():
+        raise _overlap(guard, seen, text, new, late, least)
+    if text.is_chosen:
+        return False
+    for row, end in enumerate(expected):
+        real = positions[row] if mask is None else positions[row][mask[row % len(mask)]]
+        if end is None or not len(real) or end in (int(positions[row, 0]), int(real[0])):
+            continue
         raise ValueError(
+            f"the model numbers the new tokens of row {row} from position {int(real[0])}, but "
+            f"earlier ones end before {end}. Pass position_ids that continue there"
+        )
+    return False
+
+
+_UNBOUNDED = -(2**30)
+"""Least position of a token whose predecessors may have been images that the cache has not seen"""
+
+
+def _overlap(
+    guard: PassGuard, seen: int, text: NewText, new: int, late: Tensor, least: Tensor
+) -> ValueError:
+    """Error for positions that overlap those of earlier tokens: not `late` [B, Q]."""
+    assert text.positions is not None
+    positions = text.positions.amin(0).expand(len(late), -1)
+    if new == seen + 1 and not positions[:, 0].any():
+        return ValueError(WITHOUT_CACHE)
+    if text.is_assisted and not positions[:, 0].any():
+        return ValueError(
             f"assisted decoding (prompt_lookup_num_tokens, a draft model) starts with a pass over "
             f"the whole text, and the cache has already seen {seen} tokens of it. Generate later "
             "turns without it, or use a new H2OCache for each turn"
         )
     row = int((~late).any(1).nonzero()[0])
-    before = None if text.mask is None else text.mask.expand(B, -1)[row, :-new]
-    if before is not None and len(before) and not before[-1]:
-        raise ValueError(
+    mask = text.mask
+    if mask is not None and mask.shape[1] == seen + new and not mask[row % len(mask), seen - 1]:
+        return ValueError(
             f"row {row} is padded on the right, and generate() counts that padding in the "
             'positions of new tokens. Pad on the left (tokenizer.padding_side = "left"), or pass '
             f"position_ids that continue at {int(least[row])}"
         )
-    raise ValueError(
+    if mask is not None and (guard.row_state(row).offset or 0) > 0:
+        return ValueError(
+            f"the earlier tokens of row {row} have positions that count padding, because the model "
+            "was given an attention_mask without position_ids, and generate() does not count it. "
+            "Give the model position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0) with the "
+            f"prompt, or here position_ids that continue at {int(least[row])}"
+        )
+    return ValueError(
         f"the cache has seen {seen} tokens, and the new ones begin at position "
         f"{int(positions[row][~late[row]][0])} of row {row}, where at least {int(least[row])} was "
-        "expected. input_ids must be everything seen so far, followed by new tokens. To start "
-        "another text call cache.reset(), or use a new H2OCache or h2o.patched()"
+        "expected. input_ids must be everything seen so far, followed by new tokens. If the tokens "
+        "of a forward pass are all new, pass position_ids that continue there. To start another "
+        "text call cache.reset(), or use a new H2OCache or h2o.patched()"
     )
 
 
-def _check_padding(guard: PassGuard, mask: Tensor | None, seen: int, new: int) -> list[bool]:
+def _with_padding(
+    guard: PassGuard, states: list[RowState], mask: Tensor | None, seen: int, new: int
+) -> list[RowState]:
     """Check the padding of a forward pass with `new` columns, which is about to begin, for a model
     whose sliding windows or states count padding after a token as text. States also count padding
     in a forward pass of one column.
 
     Args:
+        states: of the rows after the pass.
         mask: [B, seen + new], 0 at padding; None if the pass has no padding.
 
     Returns:
-        `PassGuard.ends_in_padding` after the pass.
+        The states, with `ends_in_padding`.
 
     Raises:
         ValueError: a row has padding between tokens, or a pass of one column has padding.
     """
-    was_padded = seen and any(guard.ends_in_padding)
+    was_padded = seen and guard.ends_in_padding
     if mask is None or mask.shape[1] != seen + new:
         if was_padded:
             raise ValueError(
@@ -217,34 +311,15 @@ def _check_padding(guard: PassGuard, mask: Tensor | None, seen: int, new: int) -
                 "attention_mask says what follows. Pass the earlier mask unchanged, followed by "
                 "the mask of the new columns"
             )
-        return []
+        return with_padding(states, None)
     if not was_padded and bool(mask[:, -new:].all()):
-        return []
+        return with_padding(states, None)
     if guard.has_states and new == 1 and not bool(mask.any(1).all()):
         raise ValueError(
             "a forward pass has a single column, and it is padding in some row. This model's "
             "states would count it as text. Prefill the prompt in one pass, or in larger chunks"
         )
-    return ends_in_padding(mask)
-
-
-def ends_in_padding(mask: Tensor) -> list[bool]:
-    """Whether each row of a mask [B, N] over all columns ends in padding.
-
-    Raises:
-        ValueError: a row has padding between tokens.
-    """
-    is_token = mask.bool()
-    ends = ~is_token & (is_token.cumsum(1) > 0)
-    behind = is_token & (ends.cumsum(1) > 0)
-    if bool(behind.any()):
-        row = int(behind.any(1).nonzero()[0])
-        raise ValueError(
-            f"row {row} has padding between tokens, and this model's sliding windows or states "
-            'count it as text. Pad on the left (tokenizer.padding_side = "left"), or give each row '
-            "its own cache"
-        )
-    return (~is_token[:, -1]).tolist()
+    return with_padding(states, mask)
 
 
 @torch.compiler.disable

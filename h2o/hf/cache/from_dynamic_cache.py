@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from h2o.errors import UnsupportedError
-from h2o.hf.cache.continuation import ends_in_padding
 from h2o.hf.cache_state import recurrent_states
 from h2o.hf.cache_state.pass_guard import PassGuard
+from h2o.hf.cache_state.row_state import RowState, with_padding
 from h2o.hf.layers.cache_relative_variant import CacheRelativeVariant
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.model_traits.layer_kinds import has_states, kind_of
@@ -50,8 +50,7 @@ def import_dynamic_cache(
     B, n = _sizes(cache, layers)
     guard.repeat_to(B)
     mask = _mask(attention_mask, B, n)
-    if mask is not None and guard.counts_padding:
-        guard.ends_in_padding = ends_in_padding(mask)
+    guard.row_states = with_padding([RowState(None)], mask if guard.counts_padding else None)
     for index, (source, layer) in enumerate(zip(cache.layers, layers, strict=True)):
         if kind_of(source) is None:
             raise UnsupportedError(

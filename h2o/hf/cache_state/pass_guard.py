@@ -1,8 +1,8 @@
 """`PassGuard`: tracks the forward pass through the layers of one `H2OCache`.
 
 The guard detects an interrupted pass, keys that never reached h2o's attention, and a second thread.
-It also holds what all layers need to know about the text: the prompt's length, its pins, the
-`rope_deltas` that multimodal models keep outside the cache, and a digest of the token ids.
+It also holds what all layers need to know about the text: the prompt's length, its pins, the state
+of each row, and a digest of the token ids.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from h2o.compat import calls_a_module
 from h2o.compat_wrappers import has_transforms
 from h2o.config.layer_plan import LayerPlan
 from h2o.hf.cache_state.pins import Pins
+from h2o.hf.cache_state.rope_deltas import put_rope_deltas
+from h2o.hf.cache_state.row_state import LastPass, RowState
 from h2o.hf.cache_state.seen_text import SeenText
-from h2o.hf.rotary.rope_deltas import RopeDeltas
 
 WITHOUT_CACHE = (
     "use_cache=False with an H2OCache: generate() then feeds the whole text again for each token. "
@@ -82,20 +83,24 @@ class PassGuard:
         layers of a model do so equally often, so fewer in the last one mean that the pass was
         interrupted"""
         self.has_states = bool(self.state_accesses)
-        self.counts_padding = self.has_states or "sliding" in kinds
+        self.has_windows = "sliding" in kinds
+        """Whether some layers are transformers' own with a sliding window, which store padding"""
+        self.counts_padding = self.has_states or self.has_windows
         """Whether any layer treats padding that follows a token as text"""
-        self.ends_in_padding: list[bool] = []
-        """Whether each row's last column was padding. Empty if none was or no layer counts it"""
-        self.padding_of_pass: list[bool] | None = None
-        """`ends_in_padding` from the end of this pass on; None if the pass does not change it"""
+        self.row_states = [RowState()]
+        """The state of each row, or a single one for all rows"""
+        self.states_of_pass: list[RowState] | None = None
+        """`row_states` from the end of this pass on; None if the pass does not change them"""
+        self.records_passes = False
+        """Whether `last_pass` is recorded, so that `H2OCache.crop` can take back its columns"""
+        self.last_pass: LastPass | None = None
         self.drops_cache_after: float | None = None
         """See `h2o.hf.support.drops_cache_after`"""
-        self.rope_deltas = RopeDeltas()
+        self.has_rope_deltas = False
+        """Whether the model may keep `rope_deltas`, as models for more than text do"""
         self.text = SeenText()
         self.checked_config = 0
         """`id` of the config of the model that has been compared with the cache's"""
-        self.skips_pads = False
-        """Whether the positions of the prompt skip its padding"""
         self.has_independent_rows = False
         """Whether the rows are independent conversations, as in `generate_all`"""
         self.may_be_transformed = True
@@ -160,17 +165,17 @@ class PassGuard:
 
     def end_pass(self) -> None:
         """End the pass that is under way, if any."""
-        self._thread = self.prompt_counts = self.chunked_lengths = self.padding_of_pass = None
+        self._thread = self.prompt_counts = self.chunked_lengths = self.states_of_pass = None
         self.may_be_transformed = True
 
     def _finish(self) -> None:
         if self.chunked_lengths is not None:
             self.prompt_length = self.chunked_lengths
-        if self.padding_of_pass is not None:
-            self.ends_in_padding = self.padding_of_pass
+        if self.states_of_pass is not None:
+            self.row_states = self.states_of_pass
         self.end_pass()
-        if self.rope_deltas.is_possible:
-            self.rope_deltas.end(self.rows)
+        if self.has_rope_deltas:  # the model had none, or those of an earlier text
+            put_rope_deltas(self.row_states)
 
     @property
     def is_under_way(self) -> bool:
@@ -248,13 +253,22 @@ class PassGuard:
             numbers = torch.arange(len(rows), device="cpu")
             return [rows[row] for row in change(numbers).tolist()]
 
-        self.rope_deltas.change_rows(change)
         self.text.change_rows(change)
         self.pins.each_row(change_list)
-        if self.ends_in_padding:
-            self.ends_in_padding = change_list(self.ends_in_padding)
+        self.last_pass = None
+        if len(self.row_states) > 1:
+            self.row_states = change_list(self.row_states)
         if isinstance(self.prompt_length, Sequence):
             self.prompt_length = change_list(self.prompt_length)
+
+    @property
+    def ends_in_padding(self) -> bool:
+        """Whether the last column was padding in some row."""
+        return any(state.ends_in_padding for state in self.row_states)
+
+    def row_state(self, row: int) -> RowState:
+        """The state of one row."""
+        return self.row_states[row if len(self.row_states) > 1 else 0]
 
     def repeat_to(self, rows: int) -> None:
         """Repeat `prompt_length` for a batch of `rows` rows.
@@ -264,14 +278,19 @@ class PassGuard:
         if isinstance(given, Sequence) and len(given) < rows and rows % len(given) == 0:
             self.prompt_length = [n for n in given for _ in range(rows // len(given))]
 
+    def crop(self, left: int) -> None:
+        """Take back what the last pass added to the rows, beyond `left` columns."""
+        if self.last_pass is not None:
+            self.row_states = self.last_pass.crop(left)
+            self.last_pass = None
+
     def reset(self) -> None:
         """Start over as the guard of an empty cache without a known prompt length."""
         self.end_pass()
         self.state_accesses = dict.fromkeys(self.state_accesses, 0)
-        self.rope_deltas.reset()
         self.text.reset()
         self.prompt_length = None
-        self.ends_in_padding = []
+        self.row_states, self.last_pass = [RowState()], None
         self.pins.reset()
 
 

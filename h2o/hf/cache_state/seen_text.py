@@ -83,6 +83,14 @@ class SeenText:
         found = _digest(ids, (real != 0).to(ids.device), 0)[0]
         return (found != self._totals[0].to(found.device)).nonzero()[:, 0].tolist()
 
+    def counts(self, seen: int) -> list[int] | None:
+        """Number of tokens in each row [B], of the `seen` columns that the cache has really seen;
+        None if unknown."""
+        self.drop_failed_pass(seen)
+        self._fold(self._pending)
+        known = self._is_known and self._totals is not None
+        return self._totals[1].tolist() if known else None
+
     def drop_failed_pass(self, seen: int) -> None:
         """Drop what the last pass added to the `seen` columns that the cache has really seen,
         because it failed or `H2OCache.crop` removed tokens. The text is unknown from now on if

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from h2o import ops
 from h2o.compat import cache_in
+from h2o.compat_calls import replace_positions
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import AttentionCall, NewTokens
 from h2o.hf.cache_state import slot_layout
@@ -84,9 +85,11 @@ def zero_positions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, A
     variants = (getattr(layer, "variant", None) for layer in layers)
     if len(args) > 1 or not any(isinstance(x, CacheRelativeVariant) for x in variants):
         return kwargs
-    ids = kwargs.get("input_ids", kwargs.get("inputs_embeds", args[0] if args else None))
-    zeros = torch.zeros(ids.shape[:2], dtype=torch.long, device=ids.device)
-    return {**kwargs, "position_ids": zeros}
+    inputs = (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+    tokens = next((x for x in inputs if x is not None), None)
+    if tokens is None:
+        return kwargs  # the model raises its own error
+    return {**kwargs, "position_ids": replace_positions(tokens, kwargs.get("position_ids"))}
 
 
 def attend(

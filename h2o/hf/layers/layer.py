@@ -133,8 +133,8 @@ class H2OLayer(BaseLayer):
                 self.part = tensor_parallel.part(call.module)
                 if self.plan.shares is not None:
                     self.plan.check_attention(call.module)
-            if self.slots is not None and self.config.kv_dtype is None:
-                stored = self.slots.keys.dtype
+            if self.slots is not None and (self.config.kv_dtype is None or self.unscored):
+                stored = self.slots.keys.dtype  # keys of a DynamicCache are not quantized yet
                 if stored != dtype:  # autocast was switched on or off since the keys were stored
                     tokens = tokens.to(stored)
             last = record_pass(self, tokens) if self.record_past else None

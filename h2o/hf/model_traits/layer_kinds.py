@@ -7,10 +7,12 @@ In a layer with both states and keys, the states stay transformers' own.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterable
 from typing import Any
 
+from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from h2o.compat import (
@@ -116,6 +118,25 @@ def free_keys_before_window(layer: Any) -> None:
         stored = getattr(layer, name)
         if stored.untyped_storage().nbytes() > 2 * stored.nbytes:
             setattr(layer, name, stored.clone())
+
+
+def without_gradients(layer: Any) -> Any:
+    """The layer, or a shallow copy whose tensors have no gradients if some have. Layers of h2o's
+    own have none."""
+    detached = {name: _detach(x) for name, x in vars(layer).items()}
+    if all(x is y for x, y in zip(detached.values(), vars(layer).values(), strict=True)):
+        return layer
+    copied = copy.copy(layer)
+    vars(copied).update(detached)
+    return copied
+
+
+def _detach(x: Any) -> Any:
+    """A tensor without gradients, or a dict of them; the object itself if it has none."""
+    if isinstance(x, dict):
+        detached = {key: _detach(each) for key, each in x.items()}
+        return detached if any(detached[key] is not x[key] for key in x) else x
+    return x.detach() if isinstance(x, Tensor) and x.requires_grad else x
 
 
 def counts_padding(layers: Iterable[Any]) -> bool:

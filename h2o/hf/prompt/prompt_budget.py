@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from h2o import compat
+from h2o.compat_calls import chunks_of_prompt
 from h2o.config.head_budgets import expand_to_heads, make_room
 from h2o.config.layer_plan import LayerPlan
 from h2o.hf.cache_state.pass_guard import PassGuard
@@ -182,7 +182,7 @@ def _chunked_lengths(guard: PassGuard, B: int, Q: int) -> list[int] | None:
     Raises:
         ValueError: `generate()` fills another cache, or its mask does not say what is padding.
     """
-    found = compat.chunks_of_prompt()
+    found = chunks_of_prompt()
     if found is None:
         return None
     cache, chunks, mask = found

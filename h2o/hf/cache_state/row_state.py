@@ -1,0 +1,138 @@
+"""`RowState`: what a cache knows about the text of one row, besides the keys in its layers.
+
+Shape letters as in `h2o.hf`, and Q columns of a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RowState:
+    """Facts about one row of a text. Forks, files, selected rows and crops carry them along."""
+
+    offset: int | None = 0
+    """Difference between the next token's position and the row's number of tokens. 0 if positions
+    count tokens. The number of padding columns if they count columns. Usually negative after an
+    image, whose tokens share positions. None if unknown, because another cache saw the text."""
+    ends_in_padding: bool = False
+    """Whether the last column was padding. Tracked for models whose sliding windows or states count
+    padding after a token as text."""
+
+
+@dataclass(frozen=True)
+class NewColumns:
+    """The columns of a forward pass: which are tokens, and where."""
+
+    Q: int
+    mask: Tensor | None
+    """[B, Q], 0 at padding; None if there is no padding."""
+    positions: Tensor | None
+    """[dims, B or 1, Q]; multimodal models have several per token. None if the model numbers
+    columns or has no positions."""
+
+    def cut(self, Q: int) -> NewColumns:
+        """The first Q of these columns, as copies."""
+        mask, positions = (
+            None if x is None else x[..., :Q].clone() for x in (self.mask, self.positions)
+        )
+        return NewColumns(Q, mask, positions)
+
+    def ends(self, seen: int) -> list[int | None]:
+        """The position after the last token of each row [B or 1]; None for a row of padding.
+
+        `seen`: number of columns before these."""
+        if self.positions is None:
+            return [seen + self.Q]
+        last = self.positions.amax(0)
+        if self.mask is not None:
+            last = last.masked_fill(self.mask.to(last.device) == 0, -1)
+        return [None if x < 0 else x + 1 for x in last.amax(-1).tolist()]
+
+    def advance(
+        self, states: Sequence[RowState], tokens: Sequence[int] | None, seen: int
+    ) -> list[RowState]:
+        """The states of the rows after these columns, except for `ends_in_padding`.
+
+        Args:
+            states, tokens: state and number of tokens of each row before the pass, or a single one
+                for all rows. `tokens` is None if unknown.
+            seen: number of columns before the pass.
+        """
+        if tokens is None:
+            return [RowState(None)]
+        new = [self.Q] if self.mask is None else (self.mask != 0).sum(-1).tolist()
+        return _merge(
+            [
+                state if end is None or not n else RowState(end - before - n)
+                for state, before, n, end in broadcast(states, tokens, new, self.ends(seen))
+            ]
+        )
+
+
+@dataclass(frozen=True)
+class LastPass:
+    """The last forward pass of a cache that records passes."""
+
+    states: list[RowState]
+    """Those before the pass."""
+    tokens: list[int] | None
+    """Tokens of each row before the pass; None if unknown."""
+    mask: Tensor | None
+    """Padding mask [B, n] over all columns, if sliding windows or states count padding."""
+    seen: int
+    """Number of columns before the pass."""
+    columns: NewColumns
+
+    def crop(self, left: int) -> list[RowState]:
+        """The states after the first columns of the pass, up to `left` in all."""
+        if left == self.seen:
+            return self.states
+        states = self.columns.cut(left - self.seen).advance(self.states, self.tokens, self.seen)
+        return with_padding(states, None if self.mask is None else self.mask[:, :left])
+
+
+def with_padding(states: list[RowState], mask: Tensor | None) -> list[RowState]:
+    """The states with `ends_in_padding` by a mask [B, n]; None if no row has padding.
+
+    Raises:
+        ValueError: a row has padding between tokens.
+    """
+    ends = [False] if mask is None else ends_in_padding(mask)
+    return _merge([replace(x, ends_in_padding=end) for x, end in broadcast(states, ends)])
+
+
+def ends_in_padding(mask: Tensor) -> list[bool]:
+    """Whether each row of a mask [B, n] over all columns ends in padding.
+
+    Raises:
+        ValueError: a row has padding between tokens.
+    """
+    is_token = mask.bool()
+    ends = ~is_token & (is_token.cumsum(1) > 0)
+    behind = is_token & (ends.cumsum(1) > 0)
+    if bool(behind.any()):
+        row = int(behind.any(1).nonzero()[0])
+        raise ValueError(
+            f"row {row} has padding between tokens, and this model's sliding windows or states "
+            'count it as text. Pad on the left (tokenizer.padding_side = "left"), or give each row '
+            "its own cache"
+        )
+    return (~is_token[:, -1]).tolist()
+
+
+def broadcast(*lists: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """One tuple for each row. A list of a single entry applies to all rows. Lists of different
+    lengths, as in a pass with another batch size, are cut to the shortest."""
+    rows = max(map(len, lists))
+    return list(zip(*[[*x] * rows if len(x) == 1 else x for x in lists], strict=False))
+
+
+def _merge(states: list[RowState]) -> list[RowState]:
+    """A single state instead of equal ones."""
+    return states[:1] if len(set(states)) == 1 else states
