@@ -1,5 +1,6 @@
-"""Everything that h2o uses from the internals of PEFT, accelerate, torch.compile and torch.func,
-which wrap models, layers and tensors. `h2o.compat` has the names of transformers and torch."""
+"""Everything that h2o uses from the internals of PEFT, accelerate, bitsandbytes, torch.ao,
+torch.compile and torch.func, which wrap models, layers and tensors. `h2o.compat` has the names of
+transformers and torch."""
 
 from __future__ import annotations
 
@@ -120,20 +121,75 @@ def saved_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def packed_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Tensors that a module saves without having them as parameters or buffers, by name. The layers
-    that torch.ao quantizes keep their weights so."""
-    if type(module)._save_to_state_dict is nn.Module._save_to_state_dict:
+    """Tensors of a quantized module by name: those that are neither parameters nor buffers, and
+    those to read instead of a parameter whose format changes.
+
+    torch.ao's and bitsandbytes' modules are read with their accessors. A module is never asked for
+    its state, because `_save_to_state_dict` of bitsandbytes changes the module.
+    """
+    return _torch_ao_tensors(module) or _bitsandbytes_tensors(module)
+
+
+def _torch_ao_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Weight and bias of a module in which torch.ao has packed them. torch.ao's layers have such a
+    module inside."""
+    if not _is_from(module, "torch.ao.nn.") or any(module.children()):
         return {}
-    saved: dict[str, Any] = {}
-    module._save_to_state_dict(saved, "", True)
-    for name, _ in saved_tensors(module):
-        saved.pop(name, None)
-    parts = {
-        f"{name}.{index}": part
-        for name, value in saved.items()
-        for index, part in enumerate(value if isinstance(value, tuple) else (value,))
+    if hasattr(module, "_weight_bias"):
+        parts = zip(("weight", "bias"), module._weight_bias(), strict=False)
+        return {name: part for name, part in parts if part is not None}
+    return {"weight": module._weight()} if hasattr(module, "_weight") else {}
+
+
+def _bitsandbytes_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Numbers and scales of a weight that bitsandbytes has quantized to 8 or 4 bits."""
+    weight: Any = dict(module.named_parameters(recurse=False)).get("weight")
+    if weight is None or weight.is_meta or not _is_from(weight, "bitsandbytes."):
+        return {}
+    scales = getattr(weight, "SCB", None)
+    if scales is None:  # the first forward pass moves them
+        scales = getattr(getattr(module, "state", None), "SCB", None)
+    if scales is not None:
+        return {"weight.SCB": scales}
+    state = getattr(weight, "quant_state", None) or getattr(module, "quant_state", None)
+    return {} if state is None else _four_bit_tensors(weight.detach(), state)
+
+
+def _four_bit_tensors(weight: Tensor, state: Any) -> dict[str, Tensor]:
+    """The parts of a 4-bit weight [N, K] of bitsandbytes, and of its QuantState, that are the same
+    before and after the first forward pass. On a CPU this pass changes the layout and rounds the
+    scales to bfloat16.
+
+    Returns:
+        `weight`: the numbers in evenly spaced groups of 32 outputs, two in a byte, [groups, 32,
+        K / 2]. `weight.absmax`: the scales, [N * K / block] bfloat16. `weight.code`: the 16 numbers
+        that 4 bits stand for.
+    """
+    N, K = state.shape
+    packed = weight.view(torch.uint8).view(-1, K // 2)
+    if getattr(state, "packing_format_for_cpu", False):
+        groups = packed.view(N // 32, K // 2, 16, 2)[:: max(1, N // 256)]
+        by_output = torch.cat([groups & 15, groups >> 4], dim=2).transpose(1, 2)
+        numbers = by_output[..., 0] << 4 | by_output[..., 1]
+        scales = state.absmax.T
+    else:
+        groups = packed[: max(32, N // 32 * 32)]
+        numbers = groups.view(-1, min(N, 32), K // 2)[:: max(1, N // 256)]
+        scales = state.absmax
+        if state.nested:
+            from bitsandbytes.functional import dequantize_blockwise
+
+            scales = dequantize_blockwise(scales, state.state2) + state.offset
+    return {
+        "weight": numbers.contiguous(),
+        "weight.absmax": scales.reshape(-1).bfloat16(),
+        "weight.code": state.code,
     }
-    return {name: part for name, part in parts.items() if isinstance(part, Tensor)}
+
+
+def _is_from(thing: Any, package: str) -> bool:
+    """Whether the class of a thing, or a class that it extends, is from a package "name."."""
+    return any(x.__module__.startswith(package) for x in type(thing).__mro__)
 
 
 def peft_type(model: Any) -> str:

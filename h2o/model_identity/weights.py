@@ -19,7 +19,7 @@ ADAPTER = "*"
 
 
 class Weight(NamedTuple):
-    """A parameter, a persistent buffer, or a tensor that a module saves in its own format."""
+    """A parameter, a persistent buffer, or a tensor that a quantized module packs."""
 
     name: str
     tensor: Any
@@ -50,7 +50,7 @@ def weights_of(model: Any) -> Iterator[Weight]:
     modules = dict(model.named_modules(remove_duplicate=False))
     adapted = {name: module for name, module in modules.items() if has_adapters(module)}
     for name, module in modules.items():
-        for own in (*dict(saved_tensors(module)), *packed_tensors(module)):
+        for own in {**dict(saved_tensors(module)), **packed_tensors(module)}:
             at_work = _name_and_scale(_join(name, own), adapted)
             if at_work is not None:
                 places[at_work[0]] = module, own, at_work[1]
@@ -122,11 +122,9 @@ def _load(module: Any, name: str) -> Any:
 
     from h2o.compat_wrappers import accelerate_hooks, packed_tensors
 
-    value = getattr(module, name, None)
-    if value is None:
-        value = packed_tensors(module)[name]
-        value = value.dequantize() if value.is_quantized else value
-    value = value.detach()
+    value = packed_tensors(module).get(name)
+    value = getattr(module, name) if value is None else value
+    value = value.dequantize() if value.is_quantized else value.detach()
     for one in accelerate_hooks(module) if value.is_meta else ():
         weights = getattr(one, "weights_map", None)
         if weights is not None:

@@ -1,7 +1,8 @@
-"""Models whose weights torchao or torch.ao has quantized."""
+"""Models whose weights torchao, torch.ao or bitsandbytes has quantized."""
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 from pathlib import Path
@@ -10,11 +11,11 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from h2o import H2OCache, H2OConfig, patched
+from h2o import H2OCache, H2OConfig, calibrate, patched
 from h2o.compat import with_cache
-from h2o.model_identity import model_fingerprint
+from h2o.model_identity import model_fingerprint, sample
 from tests.default_model import random_default_model
-from tests.hf.tiny import FAMILIES, LATENT, greedy, model, prompts
+from tests.hf.tiny import FAMILIES, LATENT, greedy, llama, model, prompts
 
 pytest.importorskip("torchao")
 
@@ -72,6 +73,81 @@ def test_a_file_is_told_from_that_of_other_packed_weights(tmp_path):
         H2OCache.load(tmp_path / "document", packed("llama", 1.1))
     assert model_fingerprint(ours) == model_fingerprint(packed("llama"))
     assert model_fingerprint(ours) != model_fingerprint(packed("llama", 1.1))
+
+
+class Unpacks(torch.nn.Linear):
+    """A module that changes its weight when it is asked for its state, as those of bitsandbytes
+    do."""
+
+    def _save_to_state_dict(self, *args):
+        self.weight.data = self.weight.data.flip(0)
+        super()._save_to_state_dict(*args)
+
+
+def test_weights_are_only_read(tmp_path):
+    ours, (ids,) = model("llama"), prompts(20)
+    for layer in ours.model.layers:
+        layer.mlp.down_proj.__class__ = Unpacks
+    tensors = dict((*ours.named_parameters(), *ours.named_buffers()))
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    cache = H2OCache(ours.config, heavy=6, recent=6)
+    ours(ids, **with_cache(cache))
+    cache.save(tmp_path / "document", ours)
+    H2OCache.load(tmp_path / "document", ours)
+    model_fingerprint(ours)
+    sample(ours)
+    calibrate(ours, ids[0].repeat(8), window=64, windows=1, refine=0, fractions=(0.5,), draws=1)
+    for name, tensor in (*ours.named_parameters(), *ours.named_buffers()):
+        assert tensor is tensors[name]
+        assert torch.equal(tensor, before[name])
+
+
+BITSANDBYTES = {
+    "8 bits": {"load_in_8bit": True},
+    "4 bits": {"load_in_4bit": True},
+    "4 bits, two scales": {"load_in_4bit": True, "bnb_4bit_use_double_quant": True},
+}
+
+
+@pytest.mark.parametrize("how", BITSANDBYTES)
+@pytest.mark.filterwarnings("ignore")
+def test_a_file_of_a_model_in_bitsandbytes(how, tmp_path):
+    """On a CPU the first forward pass changes the layout of 4-bit weights. A model that has not run
+    yet must be accepted too, and saving must not change answers."""
+    pytest.importorskip("bitsandbytes")
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    plain = llama(2, hidden_size=128, head_dim=32, intermediate_size=128)
+    (ids,) = prompts(40)
+    other = copy.deepcopy(plain)
+    other.model.layers[1].mlp.up_proj.weight *= 1.05
+    for each, name in ((plain, "model"), (other, "other")):
+        each.save_pretrained(tmp_path / name)
+
+    def load(name):
+        return AutoModelForCausalLM.from_pretrained(
+            tmp_path / name, dtype=torch.bfloat16, attn_implementation="h2o",
+            quantization_config=BitsAndBytesConfig(**BITSANDBYTES[how]),
+        ).eval()  # fmt: skip
+
+    ours = load("model")
+    assert type(ours.model.layers[1].mlp.up_proj.weight) is not torch.nn.Parameter
+    first = model_fingerprint(ours)
+    cache, full = H2OCache(ours.config, heavy=100, recent=100), DynamicCache(config=ours.config)
+    logits = [
+        [ours(piece, **with_cache(x)).logits for piece in ids.split([39, 1], 1)]
+        for x in (cache, full)
+    ]
+    for got, expected in zip(*logits, strict=True):
+        assert (got - expected).abs().mean() < 0.1 * expected.abs().mean()
+    cache.save(tmp_path / "document", ours)
+    assert model_fingerprint(ours) == first
+    again = ours(ids[:, :39], **with_cache(DynamicCache(config=ours.config))).logits
+    assert torch.equal(again, logits[1][0])
+    for same in (ours, load("model")):
+        H2OCache.load(tmp_path / "document", same)
+    with pytest.raises(ValueError, match=r"the weights of .*up_proj.* differ"):
+        H2OCache.load(tmp_path / "document", load("other"))
 
 
 @pytest.mark.skipif(not LATENT, reason="needs a transformers that caches latents")

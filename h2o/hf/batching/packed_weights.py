@@ -61,7 +61,7 @@ class _Forward:
         self.module, self.wrapper = module, wrapper
         self._packed_from: tuple[Any, ...] | None = None
         self._packed: Tensor | None = None
-        self._weight = module.weight
+        self._original = module.weight
 
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias = self.module.weight, self.module.bias
@@ -88,5 +88,5 @@ class _Forward:
         if self._packed is None or self._packed_from != of:
             with torch.no_grad():
                 self._packed = compat.pack_linear_weight(weight.detach())
-            self._packed_from, self._weight = of, weight  # kept alive, so that its id is not reused
+            self._packed_from, self._original = of, weight  # kept alive, so that its id is not reused
         return self._packed
