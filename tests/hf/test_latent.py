@@ -127,6 +127,38 @@ def test_a_projection_that_changes_between_two_steps(change):
             layer.self_attn.kv_b_proj.weight.copy_(projection.merged())
 
 
+@pytest.mark.parametrize("kind", ["plain", "an adapter", "quantized"])
+def test_writes_that_torch_does_not_count_are_noticed_by_the_next_text(kind):
+    """`hotswap_adapter` and trainers that copy weights to a generator write through `.data`."""
+    ours, (ids,) = model("deepseek_v2"), prompts(32)
+    projections = [layer.self_attn.kv_b_proj for layer in ours.model.layers]
+    if kind == "an adapter":
+        projections = wrapped(ours)
+        for projection in projections:
+            projection.scale = 1.0
+    if kind == "quantized":
+        torchao = pytest.importorskip("torchao.quantization")
+        config = torchao.Int8WeightOnlyConfig()
+        torchao.quantize_(ours, config, lambda _, name: name.endswith("kv_b_proj"))
+    for _ in range(2):
+        full, begun = (DynamicCache(config=ours.config) for _ in range(2))
+        ours(ids[:, :30], **with_cache(begun))
+        converted = H2OCache.from_dynamic_cache(begun, ours.config, **FULL)
+        later = ours(ids[:, 30:31], **with_cache(converted)).logits
+        wanted, got = (
+            torch.cat([ours(x, **with_cache(cache)).logits for x in ids.split([28, 2, 1, 1], 1)], 1)
+            for cache in (full, H2OCache(ours.config, **FULL))
+        )
+        torch.testing.assert_close(later, wanted[:, 30:31], rtol=0, atol=1e-3)
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-3)
+        for projection in projections:
+            if kind == "quantized":
+                projection.weight.scale.data.mul_(-2)
+            else:
+                weight = projection.weight if kind == "plain" else projection.up
+                weight.data.copy_(weight.roll(1, 0) * 3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_plain_projection_is_read_as_it_is_now(dtype):
     """In bfloat16 the two matrices of a projection are packed and remembered. They must not be used

@@ -9,8 +9,9 @@ import io
 import pytest
 import torch
 from torch import nn
+from transformers import DynamicCache
 
-from h2o import H2OCache, packed_weights
+from h2o import H2OCache, compat, packed_weights
 from h2o.compat import with_cache
 from h2o.hf.batching.packed_weights import FEW
 from tests.hf.tiny import LATENT, batch, model, prompts
@@ -112,6 +113,41 @@ def test_adapters_that_are_merged_within_the_block():
         with ours.disable_adapter():  # PEFT unmerges the adapter
             torch.testing.assert_close(logits(), base, **near)
         torch.testing.assert_close(logits(), adapted, **near)
+
+
+WRITES = {
+    "all numbers": lambda weight: weight.data.copy_(-2 * weight),
+    "one number": lambda weight: weight.data[3, 5].neg_(),
+    "rows, exchanged": lambda weight: weight.data.copy_(weight.roll(1, 0)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_writes_that_torch_does_not_count_are_noticed_by_the_next_text(write, monkeypatch):
+    """`hotswap_adapter` and trainers that copy weights to a generator write through `.data`. Decode
+    steps must use the new weights. The output layer must do so too, although it computes with one
+    token of a prompt."""
+    ours, (ids,), packed, pack = (
+        model("llama").bfloat16(),
+        prompts(12),
+        [],
+        compat.pack_linear_weight,
+    )
+    monkeypatch.setattr(compat, "pack_linear_weight", lambda x: (packed.append(x), pack(x))[1])
+
+    def text(model, cache):
+        model(ids[:, :9], logits_to_keep=1, **with_cache(cache))
+        return [model(x, **with_cache(cache)).logits for x in ids[:, 9:].split(1, 1)]
+
+    with packed_weights(ours):
+        for weight in (ours.model.layers[1].mlp.up_proj.weight, ours.lm_head.weight):
+            WRITES[write](weight)
+            for make in (H2OCache, lambda config, **_: DynamicCache(config=config)):
+                packed.clear()
+                got = text(ours, make(ours.config, **SMALL))
+                assert len(packed) == (make is H2OCache)  # the second text finds the new copy
+                wanted = text(copy.deepcopy(ours), make(ours.config, **SMALL))
+                torch.testing.assert_close(got, wanted, **NEAR)
 
 
 @pytest.mark.usefixtures("gradients")

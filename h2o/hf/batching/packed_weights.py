@@ -7,14 +7,16 @@ so the weights are copied. Within the block only the `forward` of each linear mo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
 
 from h2o import compat
 from h2o.compat_wrappers import layers_by_base, merged_state
+from h2o.hf.model_traits.weight_sums import weight_sum
 from h2o.utils.with_block import with_block
 
 FEW = 64
@@ -29,13 +31,15 @@ def packed_weights(model: nn.Module) -> Iterator[int]:
     oneDNN's layout. Answers are the same up to rounding. Nothing changes for longer prompts, for
     training and `torch.compile`, for linear modules that are quantized, offloaded or sharded over
     processes, and on a CPU without instructions for bfloat16. A weight that is modified, or that
-    PEFT merges an adapter into, is copied again at its next use. Writes through a weight's `.data`
-    are not noticed.
+    PEFT merges an adapter into, is copied again at its next use. Writes through a weight's `.data`,
+    such as those of `hotswap_adapter`, are noticed when the next text begins: in a forward pass
+    whose cache is empty, or that has no cache. Each such pass reads all weights once, which takes
+    as long as a decode step of one row or less.
 
     Yields:
         The bytes of the copies, which are freed after the block.
     """
-    forwards = []
+    forwards, hooks = [], []
     try:
         if compat.has_packed_linear():
             wrappers = layers_by_base(model)
@@ -46,11 +50,49 @@ def packed_weights(model: nn.Module) -> Iterator[int]:
                         forward.get_packed(module.weight)
                         module.forward = forward  # type: ignore[method-assign, assignment]
                         forwards.append(forward)
+        for part, own in _by_model(model, forwards).items():
+            hooks.append(part.register_forward_pre_hook(_Watch(own), with_kwargs=True))
         yield sum(forward.module.weight.nbytes for forward in forwards)
     finally:
+        for hook in hooks:
+            hook.remove()
         for forward in forwards:
             if vars(forward.module).get("forward") is forward:
                 del forward.module.forward
+
+
+def _by_model(model: nn.Module, forwards: list[_Forward]) -> dict[nn.Module, list[_Forward]]:
+    """The forwards by the innermost model of transformers around them, because that one is called
+    even if another part generates. Without any it is `model`."""
+    inner = (x for x in model.modules() if isinstance(x, PreTrainedModel))
+    owners = {part: owner for owner in (model, *inner) for part in owner.modules()}
+    groups: dict[nn.Module, list[_Forward]] = {}
+    for forward in forwards:
+        groups.setdefault(owners[forward.module], []).append(forward)
+    return groups
+
+
+def _begins_text(arguments: Iterable[Any]) -> bool:
+    """Whether a model that is called with these arguments has no earlier tokens in a cache."""
+    cache = next((x for x in arguments if isinstance(x, Cache)), None)
+    if cache is None:
+        return True
+    try:
+        return cache.get_seq_length() == 0
+    except ValueError:  # a cache of recurrent layers only counts no tokens
+        return not cache.has_previous_state()
+
+
+class _Watch:
+    """A hook of a model that drops outdated copies of its weights when a text begins."""
+
+    def __init__(self, forwards: list[_Forward]) -> None:
+        self.forwards = forwards
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling() and _begins_text((*args, *kwargs.values())):
+            for forward in self.forwards:
+                forward.drop_outdated()
 
 
 class _Forward:
@@ -61,6 +103,7 @@ class _Forward:
         self.module, self.wrapper = module, wrapper
         self._packed_from: tuple[Any, ...] | None = None
         self._packed: Tensor | None = None
+        self._sum = 0
         self._original = module.weight
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -85,8 +128,17 @@ class _Forward:
         of: tuple[Any, ...] = id(weight), weight.data_ptr(), compat.tensor_version(weight)
         if self.wrapper is not None:
             of += merged_state(self.wrapper)
-        if self._packed is None or self._packed_from != of:
+        packed = self._packed  # another thread may drop it
+        if packed is None or self._packed_from != of:
             with torch.no_grad():
-                self._packed = compat.pack_linear_weight(weight.detach())
-            self._packed_from, self._original = of, weight  # kept alive, so that its id is not reused
-        return self._packed
+                packed = compat.pack_linear_weight(weight.detach())
+            self._sum = weight_sum(weight)
+            self._packed_from = of
+            self._original = weight  # kept alive, so that its id is not reused
+            self._packed = packed
+        return packed
+
+    def drop_outdated(self) -> None:
+        """Drop the copy if a write that torch does not count has changed the weight."""
+        if self._packed is not None and self._sum != weight_sum(self._original):
+            self._packed = None

@@ -36,6 +36,8 @@ class LatentVariant(PlainVariant):
     def __init__(self, latent: int) -> None:
         self.latent = latent
         self._mesh: Any = None
+        self._has_run = False
+        """Whether the layer has attended, so that later steps need not check the model's weights"""
         self.forget()
 
     def rows(self, layer: Any, keys: Tensor, values: Tensor | None) -> tuple[Tensor, None]:
@@ -78,8 +80,10 @@ class LatentVariant(PlainVariant):
         scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
         rows = self._rows.to(query.dtype)
         is_prompt = layer.slots is None
-        expansion = Expansion.of(call.module, query, value, rows, self.latent, fresh=is_prompt)
-        self._expansion = expansion
+        # A cache from a file or a DynamicCache has slots before its first pass.
+        is_first = is_prompt or not self._has_run
+        expansion = Expansion.of(call.module, query, value, rows, self.latent, fresh=is_first)
+        self._expansion, self._has_run = expansion, True
         if is_prompt:
             self._expanded = query, plain(key), plain(value)
         if not is_prompt or layer.record_past:  # `crop` may repeat the prompt, over its rows

@@ -29,6 +29,7 @@ from h2o.compat_wrappers import is_offloaded
 from h2o.errors import UnsupportedError
 from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.model_traits.tagged_tensor import TaggedTensor, plain
+from h2o.hf.model_traits.weight_sums import weight_sum
 
 
 @contextmanager
@@ -61,8 +62,13 @@ class Expansion(NamedTuple):
         """Split `kv_b_proj` for queries [B, H, Q, C + P], values [..., V] and rows [..., L + P].
 
         The matrices are remembered together with everything that the weight depends on, and split
-        again if any of it has changed. Writes through a parameter's `.data` go unnoticed, except in
-        a plain linear module with `fresh`, which is always split again.
+        again if any of it has changed. Writes through a parameter's `.data` do not show. PEFT's
+        `hotswap_adapter` and trainers that copy weights to a generator write so.
+
+        Args:
+            fresh: notice such writes as well, because a text begins. A plain linear module is split
+                again. The tensors of any other module are read (`weight_sum`), since its weight
+                takes a forward pass of `kv_b_proj` over L tokens.
 
         Raises:
             UnsupportedError: `kv_b_proj` has a bias or an unexpected shape.
@@ -74,12 +80,13 @@ class Expansion(NamedTuple):
         if (bias() if callable(bias) else bias) is not None:  # torch.ao's layers have a method
             raise UnsupportedError("h2o attention does not support a kv_b_proj with a bias")
         weight = _plain_weight(linear, query)
+        is_plain = weight is not None
         tensors: list[Tensor] = []
         state = _read_state(linear, weight, query, tensors)
         known = None if state is None else _expansions.get(linear)
-        must_split = fresh and weight is not None
-        if known is not None and known.state == state and not must_split:
-            return known.expansion
+        if known is not None and known.state == state:
+            if not fresh or (not is_plain and known.sums == _sums(tensors)):
+                return known.expansion
         weight = _compute_weight(linear, L, query) if weight is None else weight.to(query.dtype)
         if weight.shape != (H * (C + V), L):
             raise UnsupportedError(
@@ -92,7 +99,8 @@ class Expansion(NamedTuple):
             keys, values = keys.contiguous(), values.mT.contiguous().mT
         expansion = cls(keys, values)
         if state is not None:
-            _expansions[linear] = _Known(expansion, state, tensors)
+            sums = [] if is_plain else _sums(tensors)
+            _expansions[linear] = _Known(expansion, state, tensors, sums)
         return expansion
 
     def queries(self, query: Tensor) -> Tensor:
@@ -116,6 +124,8 @@ class _Known(NamedTuple):
     state: list[Any]
     tensors: list[Tensor]
     """The tensors in `state`, kept alive so that no other object gets their ids"""
+    sums: list[int]
+    """The result of `_sums` for them; empty for a plain linear module"""
 
 
 _expansions: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
@@ -141,7 +151,7 @@ def to_absorbed_form(call: Any, latent: Tensor) -> tuple[Any, Expansion]:
     L, D = latent.shape[-1], call.query.shape[-1]
     rotated = plain(call.key)[:, :1, :, call.module.qk_nope_head_dim :]
     rows = torch.cat([latent.to(rotated.dtype), rotated], dim=-1)
-    expansion = Expansion.of(call.module, call.query, call.value, rows, L)
+    expansion = Expansion.of(call.module, call.query, call.value, rows, L, fresh=True)
     scale = D**-0.5 if call.scale is None else call.scale
     query = expansion.queries(call.query)
     return call._replace(query=query, key=rows, value=rows, scale=scale), expansion
@@ -199,6 +209,12 @@ def _read_state(
         return [like.dtype, like.device, *_fingerprint(parts, tensors)]
     except RuntimeError:  # inference tensors have no version counter
         return None
+
+
+def _sums(tensors: list[Tensor]) -> list[int]:
+    """The `weight_sum` of each tensor. Quantized ones are left out, since the list also has the
+    tensors inside them."""
+    return [weight_sum(x) for x in tensors if not hasattr(x, "__tensor_flatten__")]
 
 
 def _fingerprint(
