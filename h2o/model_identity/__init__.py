@@ -7,7 +7,7 @@
   compares them. Profiles contain them.
 - `record` has a hash and a sample of each weight, and the settings of the config. Saved caches
   contain it.
-- `files_fingerprint` is a hash of files that are not loaded.
+- `files_fingerprint` is a hash of files that are not loaded (`h2o.model_identity.files`).
 
 Weights of adapters count while the adapters are active (`h2o.model_identity.weights`). Neither
 torch nor transformers is imported until a fingerprint is taken.
@@ -18,11 +18,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from h2o.model_identity.files import files_fingerprint as files_fingerprint
 from h2o.model_identity.weights import Weight, is_of_adapter, plain_tensors, weights_of
 
 SHAPE = (
@@ -38,8 +37,7 @@ NUMBERS = 6
 """Number of elements of a weight that samples and records have."""
 
 SAMPLE = 4096
-"""Number of elements that a fingerprint takes from a tensor, or of bytes from each part of a file.
-"""
+"""Number of elements that a fingerprint takes from a tensor."""
 
 
 # ---- the shape, from a config ----------------------------------------------------------------
@@ -323,24 +321,6 @@ def model_fingerprint(model: Any, tokenizer: Any = None) -> str:
     return digest.hexdigest()[:16]
 
 
-def files_fingerprint(texts: Iterable[str]) -> str:
-    """16 hexadecimal digits for the files and folders named in these texts, "" if none exists.
-
-    The hash covers the names, the sizes, and bytes from the beginning, the middle and the end of
-    each file.
-    """
-    digest = hashlib.sha256()
-    files = sorted({file for text in texts for path in _paths(text) for file in _files_below(path)})
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file} {size}".encode())
-        with file.open("rb") as content:
-            for start in {0, max(0, size // 2), max(0, size - SAMPLE)}:
-                content.seek(start)
-                digest.update(content.read(SAMPLE))
-    return digest.hexdigest()[:16] if files else ""
-
-
 def _add_weight(digest: Any, weight: Weight, *, whole: bool) -> None:
     """Add a weight's scale, format and some evenly spaced elements to a hash. `whole`: see
     `plain_tensors`."""
@@ -357,29 +337,3 @@ def _describe_tokenizer(tokenizer: Any) -> str:
     fast = getattr(tokenizer, "backend_tokenizer", None)
     words = fast.to_str() if fast is not None else sorted(tokenizer.get_vocab().items())
     return f"{words} {getattr(tokenizer, 'chat_template', None)} {tokenizer.special_tokens_map}"
-
-
-def _paths(text: str) -> Iterator[Path]:
-    """Paths in an argument: the text itself, those in JSON, or those in name=path,name=path. A path
-    may contain commas and equals signs, as "lr=0.1" does."""
-    try:
-        listed = _strings(json.loads(text))
-    except (ValueError, RecursionError):
-        listed = [part.strip() for part in text.split(",")]
-    values = [part.partition("=")[2] for part in listed]
-    for part in dict.fromkeys((text, *listed, *values)):
-        # Unlike Path.exists, this is also False for a text too long for a file name.
-        if part and os.path.exists(part):
-            yield Path(part).resolve()
-
-
-def _strings(content: Any) -> list[str]:
-    """All texts in a JSON value."""
-    if isinstance(content, dict | list):
-        inner = content.values() if isinstance(content, dict) else content
-        return [text for value in inner for text in _strings(value)]
-    return [content] if isinstance(content, str) else []
-
-
-def _files_below(path: Path) -> list[Path]:
-    return [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
