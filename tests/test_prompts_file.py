@@ -259,7 +259,13 @@ def test_fewer_prompts_than_answers(files, capsys):
     ("content", "words"),
     [
         ('"a"\n{"prompt": "b", "max_tokens": 3}', "line 2: max_tokens"),
-        ('{"id": 1, "prompt": "a"}\n\n{"id": 1, "prompt": "b"}', "line 3: the id 1"),
+        (
+            '{"id": 1, "prompt": "a"}\n\n{"id": 1, "prompt": "b"}',
+            "line 3: the id 1 is already that of line 1: give each line its own id",
+        ),
+        ('{"id": 1, "prompt": "a"}\n"b"', "line 2: the id 1 is already that of line 1"),
+        ('"a"\n{"id": 0, "prompt": "b"}', "line 2: the id 0 is already that of line 1"),
+        ('"a"\n{"id": "0", "prompt": "b"}', "line 2: the id '0' is already that of line 1"),
         ('{"prompt": ""}', "line 1"),
         ('{"prompt": "a", "max_new_tokens": 0}', "at least 1"),
         ("[]", "line 1"),

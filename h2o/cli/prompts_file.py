@@ -171,19 +171,24 @@ def _tokenize_all(
 def _lines(name: str, content: str) -> Iterator[Line]:
     """Yield the prompts of a file.
 
-    Raises: ValueError for a line that is not a prompt, and for an id that occurs twice.
+    Raises: ValueError for a line that is not a prompt, and for an id that occurs twice. The ids 1
+        and "1" count as the same, since most programs that read the answers do not distinguish
+        them.
     """
-    seen: set[str | int] = set()
+    numbers: dict[str, int] = {}
     for number, text in enumerate(content.split("\n")):
         if not text.strip():
             continue
         try:
             line = _line(number, text)
-            if line.id in seen:
-                raise ValueError(f"the id {line.id!r} is already taken")
+            first = numbers.setdefault(str(line.id), number)
+            if first != number:
+                raise ValueError(
+                    f"the id {line.id!r} is already that of line {first + 1}: give each line its "
+                    "own id. A line without one has its number, counted from 0"
+                )
         except (ValueError, TypeError) as error:
             raise ValueError(f"{name}, line {number + 1}: {error}") from None
-        seen.add(line.id)
         yield line
 
 
