@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 import subprocess
 import sys
 import threading
@@ -34,6 +35,26 @@ for _ in range(100):
         number = int(path.read_text())
         with atomic_write(path) as draft:
             draft.write_text(str(number + 1))
+"""
+
+
+SAVE = """
+import os, sys
+from pathlib import Path
+from h2o.utils.filesystem import atomic_write, make_once
+
+def private(path):
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
+
+def folder(path):
+    path.mkdir()
+    private(path / "inside")
+
+os.umask(int(sys.argv[2], 8))
+for make, name in ((private, "private"), (Path.touch, "plain")):
+    with atomic_write(Path(sys.argv[1], name)) as draft:
+        make(draft)
+make_once(Path(sys.argv[1], "folder"), folder)
 """
 
 
@@ -134,3 +155,33 @@ def test_a_pipe_or_a_device_is_not_replaced(tmp_path):
     with pytest.raises(OSError, match=r"cannot be replaced.*pipe"), atomic_write(pipe):
         pytest.fail("a draft was made")
     assert pipe.is_fifo()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no umask")
+@pytest.mark.parametrize("umask", ["022", "077", "002", "000"])
+def test_permissions_are_those_of_open(tmp_path, umask):
+    """New files get the umask's, whatever a library gave the draft. Those of a file that is
+    replaced stay."""
+
+    def modes():
+        names = "private", "plain", "folder/inside"
+        return [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in names]
+
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", SAVE, str(tmp_path), umask], check=True)
+        assert modes() == [0o666 & ~int(umask, 8)] * 3
+    (tmp_path / "private").chmod(0o604)
+    (tmp_path / "plain").chmod(0o640)
+    subprocess.run([sys.executable, "-c", SAVE, str(tmp_path), umask], check=True)
+    assert modes()[:2] == [0o604, 0o640]
+    assert sorted(os.listdir(tmp_path)) == [".folder.lock", "folder", "plain", "private"]
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write all")
+def test_a_file_that_may_not_be_written_is_not_replaced(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+    path.chmod(0o400)
+    with pytest.raises(PermissionError, match="file"), atomic_write(path):
+        pytest.fail("a draft was made")
+    assert path.read_text() == "old"

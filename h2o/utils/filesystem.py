@@ -9,6 +9,7 @@ import errno
 import glob
 import os
 import shutil
+import stat
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -100,19 +101,24 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
     Readers see either the old or the complete new content. If the block fails, its draft is
     removed; if the process is killed, the draft remains. If `path` is a link, its target is
-    replaced.
+    replaced. Permissions are those after `open(path, "w")`: a file that exists keeps its own, and
+    new files get those that the umask and the folder give.
 
     Raises:
         OSError: names `path` instead of the draft. Or `path` is a device or a pipe, such as
-            /dev/null, which the draft would replace for all processes.
+            /dev/null, which the draft would replace for all processes. Or `path` is a file that may
+            not be written to.
     """
     target = resolve(path)
     if is_special(target):
         raise OSError(errno.EINVAL, "Not a file: a device or a pipe cannot be replaced", str(path))
+    if target.is_file() and not os.access(target, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     draft = target.with_name(f"{_draft_prefix(path)}{os.getpid()}-{threading.get_ident()}.draft")
     try:
         with _name_in_errors(path, draft):
             yield draft
+            _set_permissions(draft, target)
             os.replace(draft, target)
     finally:
         _remove(draft)
@@ -156,6 +162,23 @@ def _remove(draft: Path) -> None:
     with contextlib.suppress(OSError):
         draft.unlink()
     shutil.rmtree(draft, ignore_errors=True)
+
+
+def _set_permissions(draft: Path, target: Path) -> None:
+    """Give a draft, or all files in it if it is a folder, the permissions of the file that it
+    replaces or those of a new file. Some libraries, such as safetensors, make files that only their
+    owner can read."""
+    if target.is_file():
+        mode = target.stat().st_mode
+    else:
+        probe = draft.with_name(f"{draft.name}.probe")
+        probe.touch()  # reading the umask would change it for other threads
+        mode = probe.stat().st_mode
+        probe.unlink()
+    for file in draft.rglob("*") if draft.is_dir() else [draft]:
+        own = file.lstat().st_mode
+        if stat.S_ISREG(own) and own != mode:
+            file.chmod(stat.S_IMODE(mode))
 
 
 def _draft_prefix(path: Path) -> str:

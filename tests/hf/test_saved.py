@@ -194,6 +194,8 @@ def test_a_file_goes_on_with_the_same_tokens(setting, tmp_path):
     assert answered(ours, others, **with_cache(loaded)).tolist() == expected.tolist()
     assert_same(loaded, fresh)
     assert [x.name for x in tmp_path.iterdir()] == [path.name]
+    (tmp_path / "new").touch()
+    assert path.stat().st_mode == (tmp_path / "new").stat().st_mode  # readable by others
 
 
 def test_a_file_of_rows_amid_an_answer(tmp_path):
