@@ -126,11 +126,21 @@ def _text_config(config: Any) -> Any:
 def sample(model: Any) -> dict[str, list[float]]:
     """A few numbers from a few parameters of a model and of its active adapters, for
     `Profile.weights`."""
+    return {name: rounded(numbers) for name, numbers in sample_tensors(model).items()}
+
+
+def sample_tensors(model: Any) -> dict[str, Any]:
+    """`sample` before `rounded`: tensors on the devices of the weights, for which nothing waits."""
     every = list(weights_of(model))
     own = [x for x in every if not is_of_adapter(x.name)]
     adapters = [x for x in every if is_of_adapter(x.name)]
-    numbers = {x.name: _values(x) for x in (*_pick_evenly(own), *_pick_evenly(adapters))}
-    return {name: values for name, values in numbers.items() if values is not None}
+    numbers = {x.name: _numbers(x) for x in (*_pick_evenly(own), *_pick_evenly(adapters))}
+    return {name: tensor for name, tensor in numbers.items() if tensor is not None}
+
+
+def rounded(numbers: Any) -> list[float]:
+    """The numbers of a tensor, rounded to four digits."""
+    return [float(f"{number:.4g}") for number in numbers.tolist()]
 
 
 def difference(
@@ -145,7 +155,12 @@ def difference(
             return f"this model's {name} is {here[name]}, not {wanted}"
     if config is model or not weights:
         return None
-    return _weights_difference({x.name: x for x in weights_of(model)}, weights)
+    return weights_difference(model, weights)
+
+
+def weights_difference(module: Any, weights: Mapping[str, Sequence[float]]) -> str | None:
+    """`difference` for any module that `weights` (from `sample`) may describe, without a shape."""
+    return _weights_difference({x.name: x for x in weights_of(module)}, weights)
 
 
 def attention_difference(
@@ -196,8 +211,14 @@ def _pick_evenly(weights: list[Weight]) -> list[Weight]:
 
 
 def _values(weight: Weight, numbers: int = NUMBERS) -> list[float] | None:
-    """Evenly spaced numbers of a weight, rounded to four digits; None if the weight is quantized,
-    cut or not in memory."""
+    """Evenly spaced numbers of a weight, `rounded`; None as for `_numbers`."""
+    tensor = _numbers(weight, numbers)
+    return None if tensor is None else rounded(tensor)
+
+
+def _numbers(weight: Weight, numbers: int = NUMBERS) -> Any:
+    """Evenly spaced numbers of a weight as a float32 tensor; None if the weight is quantized, cut
+    or not in memory."""
     tensor = weight.tensor
     if weight.is_shard or not tensor.dtype.is_floating_point or tensor.element_size() < 2:
         return None
@@ -205,8 +226,7 @@ def _values(weight: Weight, numbers: int = NUMBERS) -> list[float] | None:
         return None
     flat = tensor.reshape(-1)
     step = flat.numel() // numbers
-    values = weight.scale * flat[step // 2 :: step][:numbers].float()
-    return [float(f"{value:.4g}") for value in values.tolist()]
+    return weight.scale * flat[step // 2 :: step][:numbers].float()
 
 
 # ---- a record of each weight, for files of keys and values -----------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -163,6 +164,44 @@ def test_profiles(case):
     for refuse in (profile.check, lambda x: H2OCache(x, **SMALL, head_shares=profile)):
         with pytest.raises(ValueError, match="profile is of another model"):
             refuse(reads)
+
+
+WAYS = {
+    "itself": lambda cache: cache,
+    "a fork": lambda cache: cache.fork(),
+    "a pickle": lambda cache: pickle.loads(pickle.dumps(cache)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", ["other weights", "an adapter", "merged"])
+def test_a_live_cache_is_refused_by_another_model(way, case):
+    """Fine-tunes of one model have the same config. A copy of the model is accepted, and after the
+    error the cache continues with its own model."""
+    wrote, reads = (make() for make in OTHER[case])
+    (ids,) = prompts(24)
+    cache = H2OCache(wrote.config, **SMALL)
+    wrote(input_ids=ids[:, :20], **with_cache(cache))
+    expected = wrote(input_ids=ids[:, 20:21], **with_cache(cache.fork())).logits
+    cache = WAYS[way](cache)
+    with pytest.raises(ValueError, match="another model computed the keys in this cache"):
+        reads(input_ids=ids[:, 20:21], **with_cache(cache))
+    twin = copy.deepcopy(wrote)
+    del wrote
+    torch.testing.assert_close(twin(ids[:, 20:21], **with_cache(cache)).logits, expected)
+    with pytest.raises(ValueError, match="another model computed the keys in this cache"):
+        reads(input_ids=ids[:, 21:], **with_cache(cache))
+    cache.reset()
+    assert reads(input_ids=ids, **with_cache(cache)).logits.shape[1] == 24
+
+
+def test_the_model_of_a_live_cache_may_change():
+    """An adapter may be switched on, or weights trained, in the middle of a text."""
+    ours, (ids,) = adapted(), prompts(24)
+    cache = H2OCache(ours.config, **SMALL)
+    ours(input_ids=ids[:, :20], **with_cache(cache))
+    merged(ours)(input_ids=ids[:, 20:], **with_cache(cache))
+    assert cache.get_seq_length() == 24
 
 
 def test_profiles_are_held_against_each_layer_as_well():

@@ -25,6 +25,7 @@ from h2o.hf.cache_state.slot_layout import Capacity
 from h2o.hf.cache_state.trace import Trace
 from h2o.hf.layers.pass_runners import EagerRunner
 from h2o.hf.layers.plain_variant import PlainVariant
+from h2o.hf.layers.weights_origin import WeightsOrigin
 from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.prompt.scorers import AttentionScorer
 from h2o.quantization import dequantize
@@ -75,6 +76,7 @@ class BaseLayer(CacheLayerMixin):
         """Columns seen: an int, or a tensor that captured steps change in place"""
         self.trace = Trace() if trace else None
         self.part = tensor_parallel.WHOLE  # the part of the model's heads in this process
+        self.origin = WeightsOrigin()
         self.empty()
 
     def import_keys(self, keys: Tensor, values: Tensor | None, mask: Tensor | None) -> None:

@@ -126,6 +126,8 @@ class H2OLayer(BaseLayer):
                 and call.may_begin_text
             ):
                 raise ValueError(WITHOUT_CACHE)
+            if self.layer_idx == next(iter(self.guard.plans), self.layer_idx):
+                self.origin.check(call.module, begins=self.slots is None)
             query, key, value = as_autocast(call.query, call.key, call.value)
             dtype = query.dtype
             tokens = self.variant.tokens(self, query, key, value, call)
