@@ -43,16 +43,28 @@ def is_transformed(*tensors: Tensor | None) -> bool:
 
 
 def inner_model(model: Any) -> Any:
-    """The model inside one wrapper of torch.compile or PEFT, or None if there is no wrapper."""
-    if hasattr(model, "_orig_mod"):
-        return model._orig_mod
-    return model.get_base_model() if hasattr(model, "get_base_model") else None
+    """The model inside one wrapper of torch.compile or PEFT, or None if there is no wrapper.
+
+    A PeftModel and a PeftMixedModel wrap a tuner, such as a LoraModel, which wraps the model. With
+    prompt tuning there is no tuner. All of them pass on attributes that they lack, so this function
+    looks at their own modules only."""
+    if (compiled := _compiled(model)) is not None:
+        return compiled
+    if not any(x.__module__.partition(".")[0] == "peft" for x in type(model).__mro__):
+        return None
+    own = model._modules
+    return own.get("base_model", own.get("model"))
+
+
+def _compiled(model: Any) -> Any:
+    """The model that torch.compile wrapped, or None."""
+    return getattr(model, "_modules", {}).get("_orig_mod")
 
 
 def without_compile(model: Any) -> Any:
     """The model inside the outer wrappers of torch.compile. Wrappers of PEFT stay."""
-    while hasattr(model, "_orig_mod"):
-        model = model._orig_mod
+    while (compiled := _compiled(model)) is not None:
+        model = compiled
     return model
 
 
@@ -97,7 +109,7 @@ def prompt_encoders(model: Any) -> tuple[nn.Module, ...]:
     similar methods); none if they are disabled."""
     found: list[nn.Module] = []
     while model is not None:
-        encoders = getattr(model, "prompt_encoder", {}) if hasattr(model, "peft_config") else {}
+        encoders: Any = model._modules.get("prompt_encoder", {})
         if not getattr(model, "_adapters_disabled", False):
             found += [encoders[x] for x in model_adapters(model) if x in encoders]
         model = inner_model(model)
@@ -200,7 +212,9 @@ def peft_type(model: Any) -> str:
 
 def num_virtual_tokens(model: Any) -> int:
     """Number of embeddings that a prompt-tuned PEFT model puts before each text; 0 for any other
-    model."""
+    model, and while adapters are disabled."""
+    if getattr(model, "_adapters_disabled", False):
+        return 0
     config = getattr(without_compile(model), "active_peft_config", None)
     return config.num_virtual_tokens if getattr(config, "is_prompt_learning", False) else 0
 

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from h2o.compat import accepts, with_cache
+from h2o.compat import with_cache
 from h2o.evaluation.published_masks import MASKS
 from h2o.evaluation.setting import Setting
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.document.compress import compress_document
-from h2o.hf.model_traits.wrappers import input_device
+from h2o.hf.model_traits.wrappers import input_device, takes
 from h2o.hf.simulation import simulation
 
 PROTOCOLS = ("simulate", "drop", "read")
@@ -126,7 +126,7 @@ def without_prompt_notes(settings: Iterable[Setting]) -> list[str]:
 def run_forward(model: Any, last: int, ids: Tensor, mask: Tensor, **more: Any) -> Tensor:
     """Compute logits [B, last, vocabulary] of the last columns."""
     device = input_device(model)
-    if accepts(model.forward, "logits_to_keep"):
+    if takes(model, "logits_to_keep"):
         more["logits_to_keep"] = last  # the output matrix is the largest one of a small model
     if (positions := more.get("position_ids")) is not None:
         more["position_ids"] = positions.to(device)

@@ -27,14 +27,14 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from h2o.compat import accepts, with_cache
+from h2o.compat import with_cache
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_switch import use_attention
 from h2o.hf.batching.compiled_prefill import CompiledPrefill
 from h2o.hf.batching.request import ActiveRequest, Prompt, Request, Result, Settings
 from h2o.hf.batching.row_batch import RowBatch, row_bytes, row_report
 from h2o.hf.cache.cache import H2OCache
-from h2o.hf.model_traits.wrappers import input_device, unwrap
+from h2o.hf.model_traits.wrappers import input_device, takes, unwrap
 
 TOKENS_A_STEP = 2048
 """Prompt tokens to prefill between two decode steps, like vLLM's `max_num_batched_tokens`. With
@@ -282,7 +282,7 @@ def can_share(request: ActiveRequest) -> bool:
         and request.cache.config == settings.config
         and not (guard.pins or guard.has_states or guard.has_rope_deltas)
         and not (settings.virtual or settings.angles)
-        and accepts(unwrap(settings.model).forward, "position_ids")
+        and takes(settings.model, "position_ids")
     )
 
 

@@ -34,7 +34,12 @@ from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.layers.pass_runners import ScoringRunner
 from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.model_traits.layer_kinds import counts_padding, has_states
-from h2o.hf.model_traits.wrappers import check_no_tuned_prompt, input_device
+from h2o.hf.model_traits.wrappers import (
+    check_no_tuned_prompt,
+    decoder_of,
+    input_device,
+    takes,
+)
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
 from h2o.hf.support import transformers_layers
@@ -316,13 +321,13 @@ def _put_other_layers(cache: H2OCache, others: dict[int, Any]) -> None:
 def _forward(model: Any, cache: Any, ids: Tensor, mask: Tensor, before: Tensor) -> None:
     """Run the model on ids [B, Q] with a mask [B, Q], without computing logits. The cache has seen
     the columns of the mask `before` [B, n]."""
-    model = model.base_model
+    decoder = decoder_of(model)
     more = {}
-    if compat.accepts(model.forward, "position_ids"):
+    if takes(decoder, "position_ids"):
         positions = before.sum(1, keepdim=True) + mask.cumsum(1) - 1
         more["position_ids"] = positions.clamp(min=0)
-    model(
-        ids,
+    decoder(
+        input_ids=ids,
         attention_mask=torch.cat([before, mask], 1),
         use_cache=True,
         **compat.with_cache(cache),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import GenerationMixin
 
-from h2o import compat_wrappers
+from h2o import compat, compat_wrappers
 from h2o.compat_wrappers import num_virtual_tokens
 from h2o.errors import UnsupportedError
 
@@ -29,6 +29,19 @@ def unwrap(model: Any) -> Any:
         if inner is None:
             return model
         model = inner
+
+
+def takes(model: Any, *names: str) -> bool:
+    """Whether the model inside all wrappers has arguments of these names in its `forward()`.
+
+    The wrappers pass on every argument, but their own `forward()` does not name it."""
+    return compat.accepts(unwrap(model).forward, *names)
+
+
+def decoder_of(model: Any) -> Any:
+    """The part of a model that computes hidden states from token ids and fills a cache, without the
+    layer that makes logits. It contains the weights of adapters but no wrapper."""
+    return generating_part(unwrap(model)).base_model
 
 
 def generating_part(model: Any) -> Any:
