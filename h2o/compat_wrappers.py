@@ -48,22 +48,27 @@ def inner_model(model: Any) -> Any:
     A PeftModel and a PeftMixedModel wrap a tuner, such as a LoraModel, which wraps the model. With
     prompt tuning there is no tuner. All of them pass on attributes that they lack, so this function
     looks at their own modules only."""
-    if (compiled := _compiled(model)) is not None:
+    if (compiled := _inside_compile(model)) is not None:
         return compiled
     if not any(x.__module__.partition(".")[0] == "peft" for x in type(model).__mro__):
         return None
-    own = model._modules
+    own = _children(model)
     return own.get("base_model", own.get("model"))
 
 
-def _compiled(model: Any) -> Any:
+def _inside_compile(model: Any) -> Any:
     """The model that torch.compile wrapped, or None."""
-    return getattr(model, "_modules", {}).get("_orig_mod")
+    return _children(model).get("_orig_mod")
+
+
+def _children(model: Any) -> dict[str, nn.Module]:
+    """Modules that a model itself holds, by attribute."""
+    return dict(model.named_children()) if isinstance(model, nn.Module) else {}
 
 
 def without_compile(model: Any) -> Any:
     """The model inside the outer wrappers of torch.compile. Wrappers of PEFT stay."""
-    while (compiled := _compiled(model)) is not None:
+    while (compiled := _inside_compile(model)) is not None:
         model = compiled
     return model
 
@@ -109,7 +114,7 @@ def prompt_encoders(model: Any) -> tuple[nn.Module, ...]:
     similar methods); none if they are disabled."""
     found: list[nn.Module] = []
     while model is not None:
-        encoders: Any = model._modules.get("prompt_encoder", {})
+        encoders: Any = _children(model).get("prompt_encoder", {})
         if not getattr(model, "_adapters_disabled", False):
             found += [encoders[x] for x in model_adapters(model) if x in encoders]
         model = inner_model(model)

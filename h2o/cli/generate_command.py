@@ -121,6 +121,7 @@ def generate(options: argparse.Namespace) -> Comparison:
     from h2o.evaluation import generation
     from h2o.hf.batching.request import tokenize
     from h2o.hf.batching.system_turn import system_span
+    from h2o.hf.model_traits.wrappers import input_device
 
     log = partial(print_line, quiet=options.json)
     prompt: Any = prompt_text(options)
@@ -131,7 +132,7 @@ def generate(options: argparse.Namespace) -> Comparison:
         raise UserError("--chat: this model's tokenizer has no chat template")
     if options.chat:
         prompt = models.messages(prompt, options.system)
-    ids = torch.tensor([tokenize(prompt, tokenizer)], dtype=torch.long, device=model.device)
+    ids = torch.tensor([tokenize(prompt, tokenizer)], dtype=torch.long, device=input_device(model))
     tokens = ids.shape[1]
     models.check_length(model, tokens, options.max_new_tokens)
     log(f"reading a prompt of {tokens} tokens")

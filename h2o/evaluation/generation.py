@@ -24,6 +24,7 @@ from h2o.config import H2OConfig
 from h2o.config.fields import Pinned
 from h2o.errors import UnsupportedError, UserError
 from h2o.hf.cache.cache import H2OCache
+from h2o.hf.model_traits.wrappers import input_device
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
 
 
@@ -70,8 +71,6 @@ class Stopwatch:
     """
 
     def __init__(self, device: Any, listener: Callable[[torch.Tensor], Any] | None = None) -> None:
-        if torch.device(device).type == "meta":  # the whole model is offloaded
-            device = "cpu"
         self.synchronize = torch.get_device_module(device).synchronize
         self.listener = listener
         self.seconds: list[float] = []
@@ -99,11 +98,12 @@ def time_tokens(
 ) -> Times:
     """Generate greedily from ids [1, n] with a cache. `listener` is called with new tokens, and
     `how` has further arguments of generate()."""
-    stopwatch = Stopwatch(model.device, listener)
+    device = input_device(model)
+    stopwatch = Stopwatch(device, listener)
     mask = torch.ones_like(ids)
     how |= {"do_sample": False, "streamer": stopwatch, **with_cache(cache)}
     LengthDependentRope(model).forget()  # the angles of an earlier run
-    with without_cudnn(model.device):
+    with without_cudnn(device):
         model.generate(ids, attention_mask=mask, **how)
     start, first, *_ = stopwatch.seconds
     return Times(stopwatch.tokens, first - start, stopwatch.seconds[-1] - first)

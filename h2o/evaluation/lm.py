@@ -36,7 +36,7 @@ from h2o.evaluation.text_tasks import is_text_request
 from h2o.hf.attention.attention import switch
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.model_traits.layer_kinds import counts_padding
-from h2o.hf.model_traits.wrappers import check_no_tuned_prompt
+from h2o.hf.model_traits.wrappers import check_no_tuned_prompt, input_device
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
 from h2o.hf.support import transformers_layers
 from h2o.utils.processes import world_size
@@ -112,8 +112,8 @@ class H2OLM(HFLM):
         if world_size() > 1 and isinstance(pretrained, str) and kwargs["device"] == "cpu":
             PartialState(cpu=True)  # otherwise accelerate would choose another device
         super().__init__(pretrained, **kwargs)
-        if self._device.type == "meta":  # all weights are offloaded; accelerate moves the inputs
-            self._device = torch.device("cpu")
+        if self._device.type == "meta":  # all weights are offloaded
+            self._device = input_device(self.model)
         if self.device.type == "cpu" and self.batch_size == "auto":
             self.batch_size_per_gpu = CPU_BATCH
         if (accelerator := getattr(self, "accelerator", None)) is not None:

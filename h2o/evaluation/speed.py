@@ -23,6 +23,7 @@ from h2o import ops, packages
 from h2o.errors import UnsupportedError, UserError
 from h2o.evaluation.generation import bytes_of_keys, new_cache, time_tokens
 from h2o.evaluation.setting import Setting
+from h2o.hf.model_traits.wrappers import input_device
 
 PACKAGES = ("h2o-kv", "torch", "transformers", "numpy")
 
@@ -64,9 +65,9 @@ def measure(
             f"a prompt of {max(prompts)} tokens and {tokens + 1} new ones exceed "
             f"the {limit} positions of the model: pass shorter --prompts"
         )
-    measurements = []
+    device, measurements = input_device(model), []
     for length in prompts:
-        ids = make_prompt(tokenizer, length).to(model.device)
+        ids = make_prompt(tokenizer, length).to(device)
         samples: dict[Setting, list[Sample]] = {setting: [] for setting in settings}
         for i in range(rounds + 1):
             log(f"{length} tokens: " + (f"round {i} of {rounds}" if i else "warming up"))
@@ -81,7 +82,7 @@ def measure(
         "dtype": str(model.dtype).removeprefix("torch."),
         "tokens": tokens,
         "rounds": rounds,
-        "machine": describe_machine(model.device),
+        "machine": describe_machine(device),
         "versions": packages.versions(*PACKAGES),
         "measurements": measurements,
     }
@@ -98,7 +99,7 @@ def run(setting: Setting, model: Any, ids: torch.Tensor, tokens: int) -> Sample:
         times = time_tokens(model, ids, cache, generation_config=config)
     except torch.OutOfMemoryError:
         raise UserError(
-            f"{setting.name}: {model.device} has not enough memory for a prompt of "
+            f"{setting.name}: {ids.device} has not enough memory for a prompt of "
             f"{length} tokens: pass shorter --prompts"
         ) from None
     except (UnsupportedError, ValueError) as error:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from h2o import (
     H2OCache,
+    calibrate,
     compress_document,
     generate_all,
     model_identity,
@@ -15,6 +16,8 @@ from h2o import (
     simulated,
 )
 from h2o.compat import with_cache
+from h2o.evaluation.generation import time_tokens
+from h2o.hf.model_traits.wrappers import input_device
 from h2o.models import embedded_folder
 from tests.hf.drive import feed, new_cache
 from tests.hf.tiny import FAMILIES, batch, greedy, model, prompts, slow_if
@@ -154,3 +157,43 @@ def test_the_default_model(tmp_path):
         cache = H2OCache(ours.config, heavy=16, recent=16)
         tokens.append(greedy(ours, inputs, 24, **with_cache(cache)).tolist())
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.filterwarnings("ignore:You are calling .generate")
+@pytest.mark.parametrize("name", ["llama", *(x for x in ("qwen2_vl", "llava") if x in FAMILIES)])
+def test_all_parts_in_host_memory(name):
+    """A text prompt of a model whose weights accelerate brings to the device module by module. Its
+    parameters are on the device "meta", also those of the part that reads images."""
+    accelerate = pytest.importorskip("accelerate")
+    plain, ours = model(name), model(name)
+    accelerate.cpu_offload(ours, torch.device("cpu"))
+    assert all(parameter.is_meta for parameter in ours.parameters())
+    assert input_device(ours) == torch.device("cpu")
+    (tokens, logits), (expected, wanted) = everything(ours), everything(plain)
+    assert tokens == expected
+    assert torch.equal(logits, wanted)
+    (ids,) = prompts(40)
+    caches = [DynamicCache(config=x.config.get_text_config()) for x in (ours, plain)]
+    after = []
+    for each, full in zip((ours, plain), caches, strict=True):
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        new = greedy(each, inputs, 4, **with_cache(full))
+        cache = H2OCache.from_dynamic_cache(full, each, **SMALL)
+        longer = torch.cat([ids, new, ids[:, :3]], 1)
+        inputs = {"input_ids": longer, "attention_mask": torch.ones_like(longer)}
+        after.append(greedy(each, inputs, 4, **with_cache(cache)).tolist())
+    assert after[0] == after[1]
+    text = ids[0].repeat(8)
+    shares = [
+        calibrate(x, text, window=64, windows=2, fractions=[0.2]).shares for x in (ours, plain)
+    ]
+    assert shares[0] == shares[1]
+
+
+def test_the_speed_of_a_model_in_host_memory():
+    """The command `h2o bench` must time an offloaded model on the device that computes."""
+    accelerate = pytest.importorskip("accelerate")
+    ours, (ids,) = model("llama"), prompts(20)
+    accelerate.cpu_offload(ours, torch.device("cpu"))
+    times = time_tokens(ours, ids, H2OCache(ours, **SMALL), max_new_tokens=3, min_new_tokens=3)
+    assert len(times.tokens) == 3
