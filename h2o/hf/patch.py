@@ -365,6 +365,6 @@ def _check_generation(generation_config: Any, wants_cache: bool) -> None:
     if wants_cache and implementation not in (None, "dynamic"):
         raise UnsupportedError(
             f"cache_implementation={implementation!r} inside h2o.patched() would replace the "
-            "H2OCache with a cache that keeps every key. Drop the argument, or call generate() "
-            "outside of patched()"
+            "H2OCache with a cache that keeps every key. Drop the argument. If you did not pass "
+            "it, set model.generation_config.cache_implementation = None"
         )

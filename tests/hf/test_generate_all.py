@@ -334,12 +334,41 @@ def test_prefix():
         torch.tensor([asked[0]], device=ours.device), **with_cache(goes_on), max_new_tokens=3
     )
     assert [result.ids for result in again] == [result.ids for result in results]
-    (lost,) = h2o.generate_all(
-        ours, [document[:9]], CONFIGS["h2o"], rows=2, prefix=cache, max_new_tokens=8
-    )
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [(slice(9), "has 9 tokens and the prefix 40"), (slice(1, 41), "first 40 tokens")],
+)
+def test_a_prompt_without_the_prefix(ids, words):
+    """If the first prompt lacks the prefix, all do, so the call must raise. Another one concerns
+    itself only."""
+    ours, (document, question) = model("llama"), texts(40, 5, seed=4)
+    cache = H2OCache(ours.config, CONFIGS["h2o"])
+    ours(torch.tensor([document], device=ours.device), **with_cache(cache))
+    wrong, how = (document + question)[ids], {"rows": 2, "prefix": cache, "max_new_tokens": 3}
+    if len(wrong) == 40:
+        wrong += question
+    with pytest.raises(ValueError, match=f"{words}.*pass the document and the question"):
+        next(h2o.generate_all(ours, [wrong], CONFIGS["h2o"], **how))
+    kept, lost = h2o.generate_all(ours, [document + question, wrong], CONFIGS["h2o"], **how)
+    assert len(kept.ids) == 3
     assert lost.finish_reason == "error"
-    assert "prefix" in str(lost.error)
-    assert lost.prompt_tokens == 9
+    assert words in str(lost.error)
+
+
+def test_a_checkpoint_that_names_a_cache():
+    """The calls make their own caches, so the cache that a checkpoint's generation config names
+    must not matter. One that the caller names must be refused."""
+    ours, asked = model("llama"), texts(20)
+    how = {"rows": 1, "max_new_tokens": 4}
+    (expected,) = h2o.generate_all(ours, asked, CONFIGS["h2o"], **how)
+    ours.generation_config.cache_implementation = "static"
+    (result,) = h2o.generate_all(ours, asked, CONFIGS["h2o"], **how)
+    assert result.ids == expected.ids
+    own = GenerationConfig(cache_implementation="static")
+    with pytest.raises(h2o.UnsupportedError, match=r"cache_implementation='static'.*leave it out"):
+        h2o.generate_all(ours, asked, CONFIGS["h2o"], generation_config=own, **how)
 
 
 def test_bytes_say_how_many_rows():

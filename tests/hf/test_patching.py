@@ -334,6 +334,12 @@ def test_other_caches_are_refused(llama, wanted):
         pytest.raises(UnsupportedError, match=f"cache_implementation='{wanted}"),
     ):
         greedy(llama, {"input_ids": ids}, cache_implementation=wanted)
+    llama.generation_config.cache_implementation = wanted  # as a checkpoint may have it
+    with (
+        patched(llama, **SMALL),
+        pytest.raises(UnsupportedError, match="set model.generation_config.cache_implementation"),
+    ):
+        greedy(llama, {"input_ids": ids})
 
 
 def test_dynamic_by_name_is_ours(llama):

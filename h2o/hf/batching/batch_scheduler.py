@@ -31,6 +31,7 @@ from h2o.compat import with_cache
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_switch import use_attention
 from h2o.hf.batching.compiled_prefill import CompiledPrefill
+from h2o.hf.batching.prefix import PrefixError
 from h2o.hf.batching.request import ActiveRequest, Prompt, Request, Result, Settings
 from h2o.hf.batching.row_batch import RowBatch, row_bytes, row_report
 from h2o.hf.cache.cache import H2OCache
@@ -157,6 +158,8 @@ class Scheduler:
         except UnsupportedError:
             raise
         except Exception as error:  # concerns this prompt only; the others continue
+            if index == 0 and isinstance(error, PrefixError):
+                raise  # the caller has passed the questions alone
             self.next = None
             yield Result(index, [], None, 0, "error", {}, error)
 

@@ -13,11 +13,12 @@ from typing import Any, Literal
 
 from typing_extensions import Unpack
 
-from h2o.config import PARAMETERS, H2OConfig, resolve_config
+from h2o.config import H2OConfig, resolve_config
 from h2o.config.fields import ConfigFields, Pinned
 from h2o.hf.batching.batch_scheduler import Scheduler
+from h2o.hf.batching.prefix import check_prefix
 from h2o.hf.batching.request import Prompt, Result, Settings, check_generation, check_tokenizer
-from h2o.hf.batching.row_batch import RowBatch, h2o_layers
+from h2o.hf.batching.row_batch import RowBatch
 from h2o.hf.cache.cache import H2OCache
 from h2o.number_checks import check_count, check_seed
 
@@ -68,7 +69,8 @@ def generate_all(
         max_new_tokens, generation_config: as for `generate()`.
         tokenizer: needed for prompts that are texts or chats, for stop strings and `Result.text`.
         prefix: a cache of one row and the same settings that has read what all prompts begin with,
-            such as a document (`H2OCache.load`). Each prompt still contains those tokens.
+            such as a document (`H2OCache.load`). Each prompt still contains those tokens. If the
+            first one does not, the call raises an error.
         seed: request i samples as `generate()` does after `torch.manual_seed(seed + i)`.
         pinned: as for `H2OCache`, for each prompt whose `Request` has no pins of its own. "system"
             pins the system turn of a chat.
@@ -88,7 +90,8 @@ def generate_all(
     Raises:
         UnsupportedError: beam search or assisted decoding; layers with sliding windows or images.
         ValueError: `rows` and `bytes` both given or both missing, or an invalid argument. All
-            prompts of a list are texts or chats, and there is no `tokenizer`.
+            prompts of a list are texts or chats, and there is no `tokenizer`. The first prompt
+            does not begin with the tokens of `prefix`.
         TypeError: `tokenizer` or `prefix` is something else, or a keyword is unknown.
     """
     config = resolve_config(h2o_config, parameters, generate_all).for_model(model)
@@ -110,7 +113,7 @@ def generate_all(
     batch = RowBatch(model, config, compileable)
     config = batch.cache.config  # a model without rotary positions, for example, has no echo
     if prefix is not None:
-        prefix = _check_prefix(prefix, config).fork()  # the caller may continue with the original
+        prefix = check_prefix(prefix, config).fork()  # the caller may continue with the original
     settings = Settings(
         model, config, generation_config, max_new_tokens, tokenizer, prefix, seed, pinned,
         on_token, batch.angles,
@@ -119,23 +122,6 @@ def generate_all(
         rows = max(1, min(rows, len(prompts)))
     results = Scheduler(settings, prompts, batch, rows, bytes).run()
     return results if as_completed else _in_order(results)
-
-
-def _check_prefix(prefix: H2OCache, config: H2OConfig) -> H2OCache:
-    if not isinstance(prefix, H2OCache):
-        raise TypeError(
-            f"prefix is a {type(prefix).__name__}; expected the H2OCache that has read the document"
-        )
-    if (rows := h2o_layers(prefix)[0].batch_size) > 1:
-        raise ValueError(f"prefix must be a cache of one row; this one has {rows} rows")
-    for name in PARAMETERS:
-        read, wanted = getattr(prefix.config, name), getattr(config, name)
-        if read != wanted:
-            raise ValueError(
-                f"the prefix was made with {name}={read!r}, but this call has {wanted!r}: pass "
-                "h2o_config=prefix.config"
-            )
-    return prefix
 
 
 def _in_order(results: Iterator[Result]) -> Iterator[Result]:

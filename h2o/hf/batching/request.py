@@ -29,10 +29,10 @@ from h2o.compat_wrappers import num_virtual_tokens
 from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
 from h2o.hf.batching.compiled_prefill import CompiledPrefill
+from h2o.hf.batching.prefix import check_prompt
 from h2o.hf.batching.system_turn import system_span
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.cache.cache_plan import get_plan
-from h2o.hf.cache.continuation import check_ids
 from h2o.hf.cache_state.pins import Pins
 from h2o.hf.model_traits.wrappers import check_pins, input_device, model_after_prompt
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope, positions_after
@@ -157,9 +157,10 @@ class Settings:
         if request.max_new_tokens is not None:
             check_count("max_new_tokens", limit := request.max_new_tokens)
         more: dict[str, Any] = {} if limit is None else {"max_new_tokens": limit}
+        if self._setting(settings, "cache_implementation") is not None:
+            more["cache_implementation"] = None  # of the checkpoint; generate() has the H2OCache
         criteria = StoppingCriteriaList(request.stopping_criteria)
-        said = (getattr(x, "stop_strings", None) for x in (settings, self.model.generation_config))
-        strings = next((x for x in said if x is not None), None)
+        strings = self._setting(settings, "stop_strings")
         if strings is not None:  # with custom_generate, generate() finds no tokenizer
             if self.tokenizer is None:
                 raise ValueError("stop_strings need a tokenizer: pass tokenizer=")
@@ -175,6 +176,11 @@ class Settings:
             **more,
         )
         return arguments
+
+    def _setting(self, settings: Any, name: str) -> Any:
+        """A setting of `generate()`: that of a user's generation config, or else the model's."""
+        said = (getattr(x, name, None) for x in (settings, self.model.generation_config))
+        return next((x for x in said if x is not None), None)
 
     def cache_for(self, request: Request, ids: Tensor) -> H2OCache:
         """An empty cache for a request with token ids [1, n], or a copy of the prefix."""
@@ -247,6 +253,11 @@ def check_generation(settings: Any) -> None:
             "generation_config has use_cache=False, but generate_all always uses an H2OCache: "
             "leave use_cache out, or call model.generate()"
         )
+    if getattr(settings, "cache_implementation", None) not in (None, "dynamic"):
+        raise UnsupportedError(
+            f"generation_config has cache_implementation={settings.cache_implementation!r}, but "
+            "generate_all always uses an H2OCache: leave it out, or call model.generate()"
+        )
     if getattr(settings, "token_healing", None):
         raise UnsupportedError(
             "generation_config has token_healing=True, which generate_all does not support: leave "
@@ -276,8 +287,8 @@ class ActiveRequest:
         self.cache = settings.cache_for(request, self.ids)
         self.compiled_prefill: CompiledPrefill | None = None
         self.tokens_prefilled = max(0, int(self.cache.get_seq_length()) - settings.virtual)
-        if self.tokens_prefilled < self.prompt_tokens:
-            check_ids(self.cache.guard.text, self.ids[:, : self.tokens_prefilled])
+        if self.tokens_prefilled:
+            check_prompt(self.cache, self.tokens_prefilled, self.ids)
         prepared = settings.make_decoding_arguments(request, self.ids, self.cache)
         self.processors = prepared["logits_processor"]
         self.criteria = prepared["stopping_criteria"]
@@ -333,11 +344,6 @@ class ActiveRequest:
         """Prefill the next chunk. After the last one, return logits [1, vocabulary] of the first
         new token."""
         settings, begin = self.settings, self.tokens_prefilled
-        if begin >= self.prompt_tokens:
-            raise ValueError(
-                f"the prompt has {self.prompt_tokens} tokens and the prefix {begin}: a prompt must "
-                "contain the prefix and more tokens"
-            )
         ids = self.ids[:, begin : begin + self.chunk]
         forward: Any = self.compiled_prefill
         if forward is None:

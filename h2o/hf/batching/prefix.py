@@ -1,0 +1,53 @@
+"""`generate_all(prefix=...)`: checks of the cache that has read the beginning of all prompts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from h2o.config import PARAMETERS, H2OConfig
+from h2o.hf.batching.row_batch import h2o_layers
+from h2o.hf.cache.cache import H2OCache
+
+
+class PrefixError(ValueError):
+    """A prompt does not begin with the tokens of the prefix, or has no others."""
+
+
+def check_prefix(prefix: Any, config: H2OConfig) -> H2OCache:
+    """Return a prefix of one row and with the settings of the call.
+
+    Raises:
+        TypeError: it is not an H2OCache.
+        ValueError: it has several rows or other settings.
+    """
+    if not isinstance(prefix, H2OCache):
+        raise TypeError(
+            f"prefix is a {type(prefix).__name__}; expected the H2OCache that has read the document"
+        )
+    if (rows := h2o_layers(prefix)[0].batch_size) > 1:
+        raise ValueError(f"prefix must be a cache of one row; this one has {rows} rows")
+    for name in PARAMETERS:
+        read, wanted = getattr(prefix.config, name), getattr(config, name)
+        if read != wanted:
+            raise ValueError(
+                f"the prefix was made with {name}={read!r}, but this call has {wanted!r}: pass "
+                "h2o_config=prefix.config"
+            )
+    return prefix
+
+
+def check_prompt(prefix: H2OCache, tokens: int, ids: Tensor) -> None:
+    """Raise PrefixError unless a prompt, ids [1, n], has the `tokens` tokens of a prefix and
+    more."""
+    if ids.shape[1] <= tokens:
+        what = f"the prompt has {ids.shape[1]} tokens and the prefix {tokens}"
+    elif prefix.guard.text.differing_rows(ids[:, :tokens], None):
+        what = f"the first {tokens} tokens of the prompt are not those that the prefix has read"
+    else:
+        return
+    raise PrefixError(
+        f"{what}. A prompt must contain the prefix and more tokens: pass the document and the "
+        "question as one prompt, or leave out prefix="
+    )
