@@ -337,7 +337,7 @@ def test_other_caches_are_refused(llama, wanted):
     llama.generation_config.cache_implementation = wanted  # as a checkpoint may have it
     with (
         patched(llama, **SMALL),
-        pytest.raises(UnsupportedError, match="set model.generation_config.cache_implementation"),
+        pytest.raises(UnsupportedError, match="If you did not pass it, set model"),
     ):
         greedy(llama, {"input_ids": ids})
 

@@ -10,7 +10,7 @@ import warnings
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
 
 import h2o
 from h2o import H2OCache, H2OConfig, UnsupportedError, disable, enable, patched
@@ -278,6 +278,27 @@ def test_a_model_with_fewer_layers_than_its_config():
         greedy(ours, {"input_ids": ids}, **with_cache(full))
     ours.config.num_hidden_layers = 1
     greedy(ours, {"input_ids": ids}, **with_cache(H2OCache(ours.config, **SMALL)))
+
+
+@pytest.mark.parametrize("removed", [0, 1])
+def test_a_model_without_one_of_its_layers(removed):
+    """The other layers keep their numbers. The errors must say how to number them, and the model
+    then generates what it generates with a full cache."""
+    ours, (ids,) = llama(3), prompts(20)
+    ours.set_attn_implementation("h2o")
+    full = H2OCache(ours, heavy=60, recent=60)
+    del ours.model.layers[removed]
+    expected = greedy(ours, {"input_ids": ids}, **with_cache(DynamicCache()))
+    number = r"number the layers .*layer\.self_attn\.layer_idx = i"
+    with pytest.raises(RuntimeError, match=rf"^2 of the cache's 3 layers .* removed.* {number}"):
+        greedy(ours, {"input_ids": ids}, **with_cache(full))
+    ours.config.num_hidden_layers = 2
+    with pytest.raises(ValueError, match=rf"layer 2 of the model .* {number}"):
+        greedy(ours, {"input_ids": ids}, **with_cache(H2OCache(ours, heavy=60, recent=60)))
+    for i, layer in enumerate(ours.model.layers):
+        layer.self_attn.layer_idx = i
+    cache = H2OCache(ours, heavy=60, recent=60)
+    assert torch.equal(greedy(ours, {"input_ids": ids}, **with_cache(cache)), expected)
 
 
 def test_a_model_with_more_layers_than_the_cache():

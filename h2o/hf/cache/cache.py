@@ -29,7 +29,7 @@ from h2o.hf.cache.cache_plan import get_plan
 from h2o.hf.cache.continuation import check_text, no_new_tokens, warn_of_many_graphs
 from h2o.hf.cache.from_dynamic_cache import import_dynamic_cache
 from h2o.hf.cache_state import recurrent_states
-from h2o.hf.cache_state.pass_guard import PassGuard
+from h2o.hf.cache_state.pass_guard import NUMBER_LAYERS, PassGuard
 from h2o.hf.cache_state.pins import Pins
 from h2o.hf.cache_state.slot_layout import row_numbers
 from h2o.hf.layers import crop
@@ -328,7 +328,8 @@ class H2OCache(CacheInspection):
         if layer_idx >= len(self.layers):
             raise ValueError(
                 f"layer {layer_idx} of the model was given a cache of {len(self.layers)} layers. "
-                "Make the H2OCache from the config of the model that uses it"
+                f"Make the H2OCache from the config of the model that uses it. If layers were "
+                f"removed from it, {NUMBER_LAYERS}"
             )
         guard, layer = self.guard, self.layers[layer_idx]
         if guard.kinds[layer_idx] == "cross":  # not part of every pass, so the guard ignores it

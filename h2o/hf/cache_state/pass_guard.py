@@ -31,6 +31,12 @@ WITHOUT_CACHE = (
 )
 """Error message when `generate()` feeds the whole text again, together with its first new token."""
 
+NUMBER_LAYERS = (
+    "number the layers (for i, layer in enumerate(model.model.layers): layer.self_attn.layer_idx = "
+    "i), set config.num_hidden_layers to how many there are, and make a new H2OCache"
+)
+"""What to do for a model with fewer layers than its last layer's number says"""
+
 _lock = threading.Lock()
 """Guards `_thread` of all caches. They share one lock, because locks cannot be copied."""
 
@@ -313,6 +319,11 @@ def _disagreement_message(counts: list[int]) -> str:
             "layers: call cache.reset() and start over. If none did, the model runs only "
             f"{run} layers, fewer than its config says (some were dropped, or the cache was made "
             f"for another model). Set config.num_hidden_layers = {run} and make a new H2OCache"
+        )
+    if set(counts) == {0, max(counts)}:  # an interrupted pass would have reached the first ones
+        return (
+            f"{run} of the cache's {len(counts)} layers have seen {max(counts)} tokens, but layers "
+            f"before them none: those were removed from the model. For the rest, {NUMBER_LAYERS}"
         )
     return (
         "the last forward pass was interrupted between two layers, which have now seen "
