@@ -1,4 +1,5 @@
-"""Checks of numbers that users give. A bool is not a number here, although Python's is an int."""
+"""Checks of numbers and flags that users give. A bool is not a number here, although Python's is an
+int."""
 
 from __future__ import annotations
 
@@ -26,3 +27,9 @@ def check_seed(seed: Any) -> None:
     """Raise ValueError unless a seed is an integer that torch's generators accept."""
     if not is_integer(seed) or not -(2**63) <= seed < 2**63:
         raise ValueError(f"seed is {seed!r}; expected an integer from -(2**63) to 2**63 - 1")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise TypeError unless an argument is a bool. The text "no" counts as true in Python."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {value!r}")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence, Set
 from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 from h2o.budgets import check_tokens
-from h2o.number_checks import is_number
+from h2o.number_checks import check_flag, is_number
 
 OperationScore = Literal["sum", "mean", "max"]
 """Scores that the operations can rank by."""
@@ -128,8 +128,7 @@ def check_policy(policy: Policy, choices: Sequence[str] = get_args(OperationScor
         raise TypeError(f"decay must be a number in [0, 1], not {decay!r}")
     if not 0 <= decay <= 1:  # NaN fails as well
         raise ValueError(f"decay must be in [0, 1], not {decay!r}")
-    if not isinstance(value_weighted, bool):
-        raise TypeError(f"value_weighted must be True or False, not {value_weighted!r}")
+    check_flag("value_weighted", value_weighted)
     return Policy(sinks, score_by, float(decay), value_weighted)
 
 

@@ -17,7 +17,7 @@ from h2o.config import H2OConfig, resolve_config
 from h2o.config.layer_plan import LayerPlan
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
 from h2o.hf.simulation.simulation import simulated
-from h2o.number_checks import is_integer, is_number
+from h2o.number_checks import check_flag, is_integer, is_number
 from h2o.utils.draw import axes_or_new, pieces, shade_text
 
 if TYPE_CHECKING:
@@ -287,6 +287,7 @@ class Analysis:
         config would hold when the token comes. Another config, passed as to `analyze`, takes
         another forward pass.
         """
+        check_flag("per_token", per_token)
         given = h2o_config or parameters
         chosen = resolve_config(h2o_config, parameters, self.retained_mass) if given else None
         mass = self.simulate_cache(chosen)[self._check_layer(layer)].retained

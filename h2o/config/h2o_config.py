@@ -164,6 +164,13 @@ class H2OConfig(Presets):
             raise ValueError(SHARED_TWICE)
         check_total(self.heavy, self.recent, self.sinks)
 
+    def __getattr__(self, name: str) -> Any:
+        """Called for an attribute that does not exist, such as a method of caches."""
+        raise AttributeError(
+            f"an H2OConfig has no attribute {name!r}. If a model asked for it, pass "
+            "cache=h2o.H2OCache(model, config) instead of the config"
+        )
+
     def __eq__(self, other: object) -> bool:
         """Whether all fields are equal. One token is not 1.0 of the prompt, although 1 == 1.0."""
         if not isinstance(other, H2OConfig):
@@ -295,6 +302,19 @@ class H2OConfig(Presets):
                 f"budget={self.budget} already determines heavy and recent: give either budget, or "
                 "heavy and recent. To change the budget of a config, make a new config"
             )
+
+
+def _refuse_change(config: H2OConfig, name: str, value: Any) -> None:
+    """Raise FrozenInstanceError in words, also for a config in place of a cache, which transformers
+    marks as the user's."""
+    raise dataclasses.FrozenInstanceError(
+        f"an H2OConfig cannot be changed ({name}={value!r}): make a new one, such as "
+        "dataclasses.replace(config, ...). To use it in generate(), pass "
+        "cache=h2o.H2OCache(model, config) instead of the config"
+    )
+
+
+H2OConfig.__setattr__ = _refuse_change  # type: ignore[method-assign]
 
 
 def _each(budget: Any) -> tuple[Any, ...]:

@@ -9,9 +9,10 @@ few-shot language model evaluation", github.com/EleutherAI/lm-evaluation-harness
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +47,8 @@ CPU_BATCH = 8
 which on a CPU hangs the machine instead of raising an error."""
 
 POLICY = ("variant", *PARAMETERS)
+OWN = (*POLICY, "protocol", "prompt_length", "h2o_config")
+"""Arguments of the model "h2o". All others go to transformers."""
 
 GENERATES = "generates text, which cannot be simulated: use protocol=drop"
 """Why a task has no answers under protocol=simulate"""
@@ -88,6 +91,7 @@ class H2OLM(HFLM):
         **kwargs: Any,
     ) -> None:
         policy = {name: kwargs.pop(name) for name in POLICY if name in kwargs}
+        _check_spelling(kwargs)
         if h2o_config is not None:
             if wrong := sorted(policy):
                 raise ValueError(f"pass h2o_config or {wrong[0]}, not both")
@@ -367,3 +371,10 @@ class H2OLM(HFLM):
         more = ids.shape[1] - columns  # padding between documents and questions
         tokens = super()._model_generate(ids.to(context.device), max_length + more, *args, **kwargs)
         return tokens[:, more:]
+
+
+def _check_spelling(names: Iterable[str]) -> None:
+    """Raise ValueError for an argument of transformers that looks like one of h2o's, misspelt."""
+    for name in names:
+        if close := difflib.get_close_matches(name, OWN, 1, cutoff=0.8):
+            raise ValueError(f"model argument {name!r} is unknown: did you mean {close[0]}?")

@@ -9,6 +9,8 @@ of this is reverted when the last block or `enable` of the model ends.
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import traceback
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -16,7 +18,8 @@ from contextvars import ContextVar
 from types import MethodType
 from typing import Any
 
-from transformers import DynamicCache, PreTrainedModel
+import torch
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.generation import GenerationMode
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 from typing_extensions import Unpack
@@ -30,6 +33,7 @@ from h2o.hf.attention.attention_switch import CHANGING, AttentionSwitch
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.layers.cache_relative_variant import zero_positions
 from h2o.hf.model_traits.wrappers import check_pins, generating_part, input_device, unwrap
+from h2o.model_identity import config_of
 from h2o.utils.with_block import with_block
 
 SCORED = 8
@@ -45,6 +49,7 @@ CONTINUOUS_BATCHING = "init_continuous_batching"
 """Method of a model that begins continuous batching"""
 
 _ATTRIBUTE = "_h2o_patches"
+_GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
 _entered: ContextVar[tuple[weakref.ref[Patch], ...]] = ContextVar("h2o_patched", default=())
 """Blocks of all models that this context has entered, the latest last. Some may have ended."""
@@ -105,7 +110,9 @@ class Patch:
                 if elsewhere and other.settings != self.settings:
                     raise RuntimeError(
                         f"this model is patched by another {elsewhere} with other settings. Give "
-                        f"all {elsewhere}s the same settings, or each its own model"
+                        f"all {elsewhere}s the same settings. For different ones pass each call a "
+                        "cache of its own, generate(..., cache=h2o.H2OCache(model, budget=0.2)), "
+                        'after one model.set_attn_implementation("h2o"), without h2o.patched()'
                     )
             self.switch.apply(self.model)
             try:
@@ -212,7 +219,8 @@ class PatchStack:
 
     def before_forward(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give a forward pass an `H2OCache` where it would make another cache itself. Count it as a
-        scored text where the config says use_cache=False, as it does once a Trainer is made."""
+        scored text if it uses no cache, which the caller or the config may say. (The config does
+        once a Trainer is made.)"""
         if len(args) > self.cache_index:
             names = compat.parameters_of(model.forward)
             args, kwargs = (), {**dict(zip(names, args, strict=False)), **kwargs}
@@ -225,7 +233,7 @@ class PatchStack:
         if patch is not None and use_cache:
             cache = compat.with_cache(patch.make_pass_cache())
             kwargs = {**compat.without_cache(kwargs), **cache, "use_cache": True}
-        elif patch is not None and is_default:
+        elif patch is not None and (is_default or _scores_a_text(model)):
             patch.count_scored()
         return args, zero_positions(args, kwargs)
 
@@ -268,8 +276,9 @@ def disable(model: Any) -> None:
 
     Raises:
         RuntimeError: the model is not enabled.
+        TypeError: this is not a model of transformers with generate().
     """
-    patches = _patches_of(generating_part(unwrap(model)))
+    patches = _patches_of(_base_of(model))
     enabled = [patch for patch in patches if not patch.is_block]
     if not enabled:
         raise RuntimeError("h2o is not enabled for this model")
@@ -309,16 +318,26 @@ def patched(
 
 
 def _apply(model: Any, config: H2OConfig, options: dict[str, Any], is_block: bool) -> Patch:
-    # inside PEFT, torch.compile and models such as BLIP-2, where generate() makes the cache
-    base = generating_part(unwrap(model))
-    if not hasattr(base, PREPARE_CACHE):
-        what = f"{type(model).__name__}{_hint(base)}"
-        raise TypeError(f"expected a model of transformers with generate(), not {what}")
+    base = _base_of(model)
     check_pins(model, options["pinned"])
     patch = Patch(base, config.for_model(base), options, is_block)
     input_device(base)  # raises for a model without weights
     patch.apply()
     return patch
+
+
+def _base_of(model: Any) -> Any:
+    """The model inside PEFT, torch.compile and models such as BLIP-2, where generate() makes the
+    cache. Raises TypeError for an object without generate()."""
+    base = generating_part(unwrap(model))
+    if hasattr(base, PREPARE_CACHE):
+        return base
+    hint = _hint(base)
+    if not hint:
+        config_of(model)  # raises for what is no model of transformers, and says what to pass
+    raise TypeError(
+        f"expected a model of transformers with generate(), not {type(model).__name__}{hint}"
+    )
 
 
 def _hint(model: Any) -> str:
@@ -350,6 +369,15 @@ def _warn_without_cache(model: Any) -> None:
             "pass use_cache=True in each call",
             stacklevel=5,
         )
+
+
+def _scores_a_text(model: Any) -> bool:
+    """Whether a forward pass with use_cache=False is a call of the user's own, which runs h2o's
+    attention: no step of generate(), and no pass of a simulation."""
+    name = compat.attention_name(model.config.get_text_config(decoder=True))
+    if name != "h2o" or torch.compiler.is_compiling():
+        return False
+    return all(frame.f_code is not _GENERATE for frame, _ in traceback.walk_stack(None))
 
 
 def _check_generation(generation_config: Any, wants_cache: bool) -> None:

@@ -51,6 +51,8 @@ def config_of(model: Any) -> Any:
     config = getattr(model, "config", model)
     if not hasattr(config, "get_text_config") or isinstance(config, type):
         hint = "write model, tokenizer = h2o.load_model(name) and pass model"
+        if isinstance(model, str):
+            hint += f". The command h2o info --model {model} needs no weights"
         for attribute in ("model", "module"):  # of a pipeline, of DataParallel
             if hasattr(getattr(model, attribute, None), "config"):
                 hint = f"pass its .{attribute}"

@@ -109,6 +109,13 @@ def test_a_model_on_the_disk(lm, folder, tokenizer, tmp_path, protocol):
     assert numbers(ours, PAIRS[:5])[0].tolist() == numbers(lm, PAIRS[:5])[0].tolist()
 
 
+@pytest.mark.parametrize("name", ["recentt", "scoreby", "prompt_len", "protocl"])
+def test_a_misspelt_argument(folder, name):
+    """transformers' error would name its own model class."""
+    with pytest.raises(ValueError, match=rf"'{name}' is unknown: did you mean \w+\?"):
+        H2OLM(str(folder), **{name: 0.1})
+
+
 # ---- Batches and padding -----------------------------------------------------------------------
 
 

@@ -8,7 +8,10 @@ import pytest
 import torch
 
 import h2o
+from h2o import compat
+from h2o.analysis.result import Analysis
 from h2o.compat import with_cache
+from h2o.hf.simulation.simulation import Simulation
 from tests.hf import tiny
 from tests.hf.test_analysis import Digits
 
@@ -68,6 +71,16 @@ def test_tokens(held, row, head):
         assert token.text == f"{real[token.position]},"
         assert token.score == pytest.approx(scores[row, heads][where].sum().item())
         assert token.heads == [g for g, x in zip(heads, where, strict=True) if x.any()]
+
+
+def test_a_layer_has_one_name():
+    """A layer's number must have the same name in all methods of h2o's own."""
+    for call in (
+        *(h2o.H2OCache.kept, h2o.H2OCache.tokens, h2o.H2OCache.evicted_at),
+        *(Simulation.evicted_at, Simulation.scores, Simulation.retained_mass),
+        *(Analysis.evicted_at, Analysis.scores, Analysis.retained_mass, Analysis.tokens),
+    ):
+        assert compat.accepts(call, "layer"), call
 
 
 def test_highlight_has_the_whole_text(held):

@@ -172,6 +172,22 @@ def test_scoring_texts_is_warned_of(llama):
         assert patch.scored > 8
 
 
+def test_scoring_texts_without_a_cache_is_warned_of(llama):
+    """So must be a user who passes use_cache=False. The steps of generate(use_cache=False) are no
+    texts, and a simulation evicts."""
+    (ids,) = prompts(20)
+    with patched(llama, heavy=1, recent=1) as patch:
+        greedy(llama, {"input_ids": ids}, use_cache=False)
+        with h2o.simulated(llama, **SMALL):
+            for _ in range(10):
+                llama(ids, use_cache=False)
+        assert patch.scored == 0
+        for _ in range(7):
+            llama(ids, use_cache=False)
+        with pytest.warns(UserWarning, match=r"h2o\.simulated"):
+            llama(ids, use_cache=False)
+
+
 def test_caches_of_the_callers_own_are_left_alone(llama):
     (ids,) = prompts(20)
     full = greedy(llama, {"input_ids": ids}).tolist()

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -168,12 +170,49 @@ def test_a_cache_of_another_model(name, seen):
 
 def test_a_config_under_the_name_of_the_model():
     ours, config = model("llama"), H2OConfig(**SMALL)
-    with pytest.raises(TypeError, match=r"Write h2o_config=\.\.\., or H2OCache\(model, H2OConfig"):
+    with pytest.raises(TypeError, match=r"given already\. Write h2o_config="):
         H2OCache(ours, config=config)
+    with pytest.raises(TypeError, match=r"given already\. Write h2o_config="):
+        H2OCache.from_dynamic_cache(DynamicCache(), ours, config=config)
     assert H2OCache(config=ours, h2o_config=config).config == config
     for call in (h2o.enable, lambda *x, **more: h2o.simulated(*x, **more).__enter__()):
         with pytest.raises(TypeError, match=r"one of budget, .* Did you mean h2o_config\?"):
             call(ours, config=config)
+
+
+def test_a_config_in_the_place_of_a_cache():
+    """generate() would change it, and a forward pass would call its methods."""
+    ours, config, (ids,) = model("llama"), H2OConfig(**SMALL), prompts(20)
+    for call in (functools.partial(ours.generate, max_new_tokens=2), ours):
+        with pytest.raises(AttributeError, match=r"pass cache=h2o\.H2OCache\(model, config\)"):
+            call(ids, **with_cache(config))
+    with pytest.raises(dataclasses.FrozenInstanceError, match=r"heavy=3.*make a new one"):
+        config.heavy = 3
+    assert pickle.loads(pickle.dumps(config)) == copy.copy(config) == config
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("trace", lambda x, **how: H2OCache(x, **how)),
+        ("compileable", lambda x, **how: H2OCache(x, **how)),
+        ("trace", lambda x, **how: h2o.enable(x, **how)),
+        ("trace", lambda x, **how: h2o.simulated(x, **how).__enter__()),
+        ("mass", lambda x, **how: h2o.simulated(x, **how).__enter__()),
+        ("compileable", lambda x, **how: h2o.generate_all(x, [[2, 3]], rows=1, **how)),
+        ("as_completed", lambda x, **how: h2o.generate_all(x, [[2, 3]], rows=1, **how)),
+    ],
+)
+def test_a_text_in_the_place_of_a_flag(name, call):
+    """Python takes the text "no" for true."""
+    with pytest.raises(TypeError, match=f"{name} must be True or False, not 'no'"):
+        call(model("llama"), **SMALL, **{name: "no"})
+
+
+@pytest.mark.parametrize("call", [h2o.supports, H2OCache, h2o.enable, h2o.disable])
+def test_a_name_in_the_place_of_a_model(call):
+    with pytest.raises(TypeError, match=r"not str: .*h2o info --model some/model needs no weights"):
+        call("some/model")
 
 
 def test_a_model_in_the_place_of_a_config():

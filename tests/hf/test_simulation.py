@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -356,6 +357,40 @@ def test_autocast():
     want = torch.cat(steps, dim=1)
     assert (got - want).abs().mean() < 0.05 * want.abs().mean()
     assert analysis.scores(0).sum() == pytest.approx(40 * analysis.heads, rel=1e-3)
+
+
+class Own:
+    """A rule that returns what a test says."""
+
+    name, has_prompt = "own", True
+
+    def __init__(self, returned):
+        self.attend_rows = lambda query, *_: returned(query)
+
+
+WRONG_MASKS = {
+    "the class": (Own, TypeError, r"masks is the class Own; .* masks=Own\(\.\.\.\)"),
+    "no name": (SimpleNamespace(attend_rows=print), TypeError, "which has no name"),
+    "None": (Own(lambda query: None), TypeError, "'own' returned None; expected the tensors"),
+    "no tensors": (Own(lambda query: (query, 3)), TypeError, "returned a tuple; expected"),
+    "heads first": (
+        Own(lambda query: (query, query[..., 0].int())),
+        ValueError, r"returned out of shape \[1, 4, 20, 8\]; expected \[1, 20, 4, 8\]",
+    ),
+    "groups": (
+        Own(lambda query: (query.transpose(1, 2), query[:, :2, :, 0].int())),
+        ValueError, r"evicted_at of shape \[1, 2, 20\]; expected \[1, 4, 20\]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG_MASKS)
+def test_masks_that_are_wrong(case):
+    masks, error, words = WRONG_MASKS[case]
+    ours = tiny.shared("llama")
+    with pytest.raises(error, match=words):
+        with h2o.simulated(ours, heavy=3, recent=3, masks=masks):
+            ours(tiny.prompts(20)[0], use_cache=False)
 
 
 # ---- Variants against the readable masks, in a model -------------------------------------------

@@ -197,3 +197,9 @@ def test_on_cuda_numbers_are_divided_as_the_core_divides_them(bits, width):
     with DividesAsCuda():
         assert not torch.equal(x / width, x / x.new_full((1,), width))
         assert torch.equal(quantization.quantize(x, bits), wanted)
+
+
+@pytest.mark.parametrize("bits", [2, 16, 4.5, "8"])
+def test_other_numbers_of_bits(bits):
+    with pytest.raises(ValueError, match=f"bits must be 4 or 8, not {bits!r}"):
+        quantization.quantize(torch.ones(2, 32), bits)

@@ -20,7 +20,7 @@ from h2o.hf.batching.prefix import check_prefix
 from h2o.hf.batching.request import Prompt, Result, Settings, check_generation, check_tokenizer
 from h2o.hf.batching.row_batch import RowBatch
 from h2o.hf.cache.cache import H2OCache
-from h2o.number_checks import check_count, check_seed
+from h2o.number_checks import check_count, check_flag, check_seed
 
 
 def generate_all(
@@ -101,6 +101,8 @@ def generate_all(
         if value is not None:
             check_count(name, value)
     check_seed(seed)
+    check_flag("as_completed", as_completed)
+    check_flag("compileable", compileable)
     if isinstance(prompts, str | Mapping):
         raise ValueError(f"prompts is a single {type(prompts).__name__}; pass a list of prompts")
     if bytes is not None and (config.needs_prompt_length or config.shares_by_echo):

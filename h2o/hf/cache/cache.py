@@ -24,7 +24,7 @@ from h2o import packages
 from h2o.config import H2OConfig, resolve_config
 from h2o.config.fields import CacheFields, ConfigFields, Pinned, PromptLength
 from h2o.hf.cache import cache_file
-from h2o.hf.cache.cache_inspection import CacheInspection
+from h2o.hf.cache.cache_inspection import CacheInspection, checks_config
 from h2o.hf.cache.cache_plan import get_plan
 from h2o.hf.cache.continuation import check_text, no_new_tokens, warn_of_many_graphs
 from h2o.hf.cache.from_dynamic_cache import import_dynamic_cache
@@ -121,6 +121,7 @@ class H2OCache(CacheInspection):
             warn_of_windows(config, stacklevel=3)
 
     @classmethod
+    @checks_config
     def from_dynamic_cache(
         cls,
         cache: DynamicCache,

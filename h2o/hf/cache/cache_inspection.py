@@ -5,10 +5,11 @@ Shape letters as in `h2o.hf`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 from transformers.cache_utils import Cache
@@ -23,6 +24,8 @@ from h2o.hf.cache_state.report import LayerReport, Report
 from h2o.hf.cache_state.rope_deltas import put_rope_deltas
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.model_traits.layer_kinds import CROSS_ATTENTION, has_states, kind_of
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 _OTHERS = {
     "sliding": "has a sliding window and keeps transformers' own cache",
@@ -42,10 +45,7 @@ class CacheInspection(Cache):
     def __new__(cls, *given: Any, **parameters: Any) -> Self:
         """Raise TypeError for H2OCache(model, config=...), for which Python's message misleads."""
         if given and "config" in parameters:
-            raise TypeError(
-                "H2OCache(model, config=...): `config` names the first argument. Write "
-                "h2o_config=..., or H2OCache(model, H2OConfig(...))"
-            )
+            raise _model_config_again("H2OCache(model, config=...)")
         return super().__new__(cls)
 
     def __bool__(self) -> bool:
@@ -100,7 +100,7 @@ class CacheInspection(Cache):
                 held = layer.kept_rows()
             yield *held, window_of(layer)
 
-    def kept(self, layer_idx: int) -> Kept:
+    def kept(self, layer: int) -> Kept:
         """Return the positions and scores of the keys that a layer holds now.
 
         Returns:
@@ -115,16 +115,14 @@ class CacheInspection(Cache):
             IndexError: the cache has no such layer.
             ValueError: the layer has no full attention.
         """
-        return self._h2o_layer(layer_idx).kept()
+        return self._h2o_layer(layer).kept()
 
-    def tokens(
-        self, tokenizer: Any, input_ids: Any, layer_idx: int, **which: Any
-    ) -> list[KeptToken]:
+    def tokens(self, tokenizer: Any, input_ids: Any, layer: int, **which: Any) -> list[KeptToken]:
         """Return the tokens that a layer holds as text, with positions and scores.
 
         ```python
         out = model.generate(**inputs, cache=cache)
-        for token in cache.tokens(tokenizer, out, layer_idx=5):
+        for token in cache.tokens(tokenizer, out, layer=5):
             print(token.position, repr(token.text), token.score)
         ```
 
@@ -132,9 +130,9 @@ class CacheInspection(Cache):
         `row`, `head` and `attention_mask` see `h2o.hf.cache_state.kept_keys.Kept.tokens`. Raises
         the errors of that method and of `kept`.
         """
-        return self.kept(layer_idx).tokens(tokenizer, input_ids, **which)
+        return self.kept(layer).tokens(tokenizer, input_ids, **which)
 
-    def evicted_at(self, layer_idx: int) -> Tensor:
+    def evicted_at(self, layer: int) -> Tensor:
         """Return when each key of a layer was evicted. Requires `H2OCache(..., trace=True)`.
 
         Returns:
@@ -148,10 +146,10 @@ class CacheInspection(Cache):
             IndexError: as `kept`.
             ValueError: as `kept`; or the cache was made without `trace=True`.
         """
-        layer = self._h2o_layer(layer_idx)
-        if layer.trace is None:
+        trace = self._h2o_layer(layer).trace
+        if trace is None:
             raise ValueError("evictions were not recorded. Make the cache with trace=True")
-        return layer.trace.evicted_at()
+        return trace.evicted_at()
 
     def report(self) -> Report:
         """Report tokens seen, kept and evicted, and bytes held, per layer and in total."""
@@ -200,19 +198,40 @@ class CacheInspection(Cache):
         """Number of columns seen by each layer that holds keys of the text."""
         return [int(self.layers[index].get_seq_length()) for index in self.guard.counting]
 
-    def _h2o_layer(self, layer_idx: int) -> H2OLayer:
+    def _h2o_layer(self, layer: int) -> H2OLayer:
         try:
-            layer = self.layers[layer_idx]
+            found = self.layers[layer]
         except IndexError:
             raise IndexError(
-                f"there is no layer {layer_idx}: the cache has layers 0 to {len(self.layers) - 1}"
+                f"there is no layer {layer}: the cache has layers 0 to {len(self.layers) - 1}"
             ) from None
-        if not isinstance(layer, H2OLayer):
+        if not isinstance(found, H2OLayer):
             raise ValueError(
-                f"layer {layer_idx} {_OTHERS[str(kind_of(layer))]}. The layers of h2o are "
+                f"layer {layer} {_OTHERS[str(kind_of(found))]}. The layers of h2o are "
                 f"{[x.layer_idx for x in self.layers if hasattr(x, 'slots')]}"
             )
-        return layer
+        return found
+
+
+def checks_config(method: Method) -> Method:
+    """Decorator of `H2OCache.from_dynamic_cache`. It raises TypeError for
+    from_dynamic_cache(full, model, config=...), for which Python's message misleads."""
+
+    @functools.wraps(method)
+    def checked(cls: Any, *given: Any, **parameters: Any) -> Any:
+        if len(given) > 1 and "config" in parameters:
+            raise _model_config_again("from_dynamic_cache(full, model, config=...)")
+        return method(cls, *given, **parameters)
+
+    return cast(Method, checked)
+
+
+def _model_config_again(call: str) -> TypeError:
+    """Error for a call with an H2OConfig as `config`."""
+    return TypeError(
+        f"{call}: `config` is the model's config, which was given already. Write h2o_config=... "
+        "for an H2OConfig"
+    )
 
 
 def _report_other(index: int, layer: Any) -> LayerReport:

@@ -37,6 +37,7 @@ from h2o.hf.prompt.scorers import AttentionScorer, RandomScorer
 from h2o.hf.rotary.model_rotary import ModelRotary, rotary_of
 from h2o.hf.support import Traits, drops_cache_after, setting_reasons, transformers_layers
 from h2o.model_identity import describe, settings_of
+from h2o.number_checks import check_flag
 
 
 class CachePlan:
@@ -85,7 +86,10 @@ class CachePlan:
 
         Raises:
             UnsupportedError: the settings cannot be combined.
+            TypeError: one of them is not a bool.
         """
+        check_flag("trace", trace)
+        check_flag("compileable", compileable)
         self._check_settings(trace=trace, compileable=compileable)
         angles, echo = copy.copy(self._angles), copy.copy(self._echo)
         cross_head = None

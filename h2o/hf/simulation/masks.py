@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -41,3 +41,50 @@ class Masks(Protocol):
         Returns:
             (out, evicted_at): [B, N, H, D], 0 at padding; [B, H, N] int32, as padded columns.
         """
+
+
+def check_masks(masks: Any) -> None:
+    """Raise TypeError for anything but an object like `Masks`."""
+    if isinstance(masks, type):
+        raise TypeError(
+            f"masks is the class {masks.__name__}; expected an object of it, such as "
+            f"masks={masks.__name__}(...)"
+        )
+    missing = [name for name in ("attend_rows", "name", "has_prompt") if not hasattr(masks, name)]
+    if missing:
+        raise TypeError(
+            "masks must be one of h2o.evaluation.published_masks.MASKS, such as "
+            'masks=MASKS["local"], or an object with the method attend_rows and the attributes '
+            f"name and has_prompt, not {masks!r}, which has no {missing[0]}"
+        )
+
+
+def attend_rows(masks: Masks, query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """Return what `masks.attend_rows` returns for these arguments.
+
+    Raises:
+        TypeError: it is not two tensors.
+        ValueError: they have other shapes than `Masks` says.
+    """
+    returned = masks.attend_rows(query, *arguments)
+    is_pair = isinstance(returned, tuple) and len(returned) == 2
+    if not is_pair or not all(isinstance(x, Tensor) for x in returned):
+        raise TypeError(
+            f"attend_rows of the masks {masks.name!r} returned {_brief(returned)}; expected the "
+            "tensors (out, evicted_at)"
+        )
+    B, H, N, D = query.shape
+    for name, x, shape in zip(
+        ("out", "evicted_at"), returned, ((B, N, H, D), (B, H, N)), strict=True
+    ):
+        if x.shape != shape:
+            raise ValueError(
+                f"attend_rows of the masks {masks.name!r} returned {name} of shape "
+                f"{list(x.shape)}; expected {list(shape)}"
+            )
+    return returned
+
+
+def _brief(value: Any) -> str:
+    """None by name, other values by their type."""
+    return "None" if value is None else f"a {type(value).__name__}"

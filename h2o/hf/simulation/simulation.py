@@ -39,7 +39,7 @@ from h2o.hf.model_traits.wrappers import input_device, unwrap
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.prompt.echo_scorer import PromptEcho, adapt_config
 from h2o.hf.rotary.model_rotary import ModelRotary
-from h2o.hf.simulation.masks import Masks
+from h2o.hf.simulation.masks import Masks, attend_rows, check_masks
 from h2o.hf.simulation.simulated_layer import (
     SimulatedBudgets,
     VisibleKeys,
@@ -49,6 +49,7 @@ from h2o.hf.simulation.simulated_layer import (
     simulate_tokenwise,
 )
 from h2o.hf.support import transformers_layers
+from h2o.number_checks import check_flag
 from h2o.policy import Policy
 from h2o.utils.with_block import with_block
 
@@ -108,6 +109,8 @@ def simulated(
             text.
     """
     config = resolve_config(h2o_config, parameters, simulated).for_model(unwrap(model))
+    check_flag("trace", trace)
+    check_flag("mass", mass)
     input_device(model)  # raises for a model without weights
     config, rotary, _ = adapt_config(model.config, config)
     pins = Pins.of(pinned, config.decay)
@@ -185,7 +188,7 @@ class Simulation:
         """The layers that are simulated: those with full attention."""
         return list(self._plans)
 
-    def evicted_at(self, layer_idx: int) -> Tensor:
+    def evicted_at(self, layer: int) -> Tensor:
         """int32 [B, G, N]: the first column that no longer sees the key; N if none, 0 for padding.
 
         Columns include padding on either side. The token that evicts a key still sees it, so the
@@ -197,20 +200,21 @@ class Simulation:
         With `masks` the shape is [B, H, N], one number per query head, and a key that the last
         token evicts has N, whatever the padding.
         """
-        return _get_record(self._evicted_at, "trace", layer_idx)
+        return _get_record(self._evicted_at, "trace", layer)
 
-    def scores(self, layer_idx: int) -> Tensor:
+    def scores(self, layer: int) -> Tensor:
         """float32 [B, G, N]: each key's score at the end or at its eviction. Not with `masks`."""
-        return _get_record(self._scores, "trace", layer_idx)
+        return _get_record(self._scores, "trace", layer)
 
-    def retained_mass(self, layer_idx: int, *, per_token: bool = False) -> Tensor:
+    def retained_mass(self, layer: int, *, per_token: bool = False) -> Tensor:
         """float32 [B, H]: the share of a full cache's attention that falls on keys still held.
 
         For each token the softmax weights of a full cache are summed over the keys that the token
         still sees (`h2o.attention_blocks.retained_mass`). The result is the mean over the row's
         tokens, or with `per_token` each token's own sum, [B, H, N], NaN for padding.
         """
-        mass = _get_record(self._mass, "mass", layer_idx)
+        check_flag("per_token", per_token)
+        mass = _get_record(self._mass, "mass", layer)
         return mass if per_token else mass.nanmean(-1)
 
     def attend(self, call: AttentionCall) -> Tensor:
@@ -314,7 +318,7 @@ class Simulation:
         B, _, N, _ = text.key.shape
         real = real_columns(text.mask, B, N, text.key.device)
         values = text.key if text.value is None else text.value
-        return masks.attend_rows(text.query, text.key, values, real, prompts, budgets, text.scale)
+        return attend_rows(masks, text.query, text.key, values, real, prompts, budgets, text.scale)
 
 
 def check(
@@ -331,11 +335,8 @@ def check(
             'positions="cache_relative" cannot be simulated: in one forward pass every key has one '
             'position. Use positions="original", or a real cache (h2o.patched, --protocol drop)'
         )
-    if masks is not None and not hasattr(masks, "attend_rows"):
-        raise TypeError(
-            "masks must be one of h2o.evaluation.published_masks.MASKS, such as "
-            f'masks=MASKS["local"], or an object with the method attend_rows, not {masks!r}'
-        )
+    if masks is not None:
+        check_masks(masks)
     plain = (config.policy, config.head_shares, config.kv_dtype) == (Policy(), None, None)
     if masks is not None and (pins or not plain):
         raise ValueError(
