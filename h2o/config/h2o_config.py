@@ -304,7 +304,7 @@ class H2OConfig(Presets):
             )
 
 
-def _refuse_change(config: H2OConfig, name: str, value: Any) -> None:
+def _refuse_change(config: object, name: str, value: Any) -> None:
     """Raise FrozenInstanceError in words, also for a config in place of a cache, which transformers
     marks as the user's."""
     raise dataclasses.FrozenInstanceError(
