@@ -1,5 +1,4 @@
-"""`Analysis`, the result of `h2o.analyze`: measurements of one text, and methods that summarize and
-plot them."""
+"""`Analysis`, the result of `h2o.analyze`: measurements of a text, their summaries and plots."""
 
 from __future__ import annotations
 
