@@ -41,8 +41,9 @@ if TYPE_CHECKING:  # the names in _LAZY, for type checkers and editors
     from h2o.hf.batching.packed_weights import packed_weights as packed_weights
     from h2o.hf.batching.request import Request as Request
     from h2o.hf.batching.request import Result as Result
-    from h2o.hf.batching.system_turn import system_span as system_span
     from h2o.hf.cache.cache import H2OCache as H2OCache
+    from h2o.hf.chat.next_turn import next_turn as next_turn
+    from h2o.hf.chat.system_turn import system_span as system_span
     from h2o.hf.document.compress import compress_document as compress_document
     from h2o.hf.layers.layer import H2OLayer as H2OLayer
     from h2o.hf.patch import disable as disable
@@ -66,11 +67,12 @@ _LAZY = {
     "enable": "h2o.hf.patch",
     "generate_all": "h2o.hf.batching.generate_all",
     "load_model": "h2o.models",
+    "next_turn": "h2o.hf.chat.next_turn",
     "packed_weights": "h2o.hf.batching.packed_weights",
     "patched": "h2o.hf.patch",
     "simulated": "h2o.hf.simulation.simulation",
     "supports": "h2o.hf.support",
-    "system_span": "h2o.hf.batching.system_turn",
+    "system_span": "h2o.hf.chat.system_turn",
 }
 
 __all__ = ["H2OConfig", "Profile", "UnsupportedError", "__version__", "ops", *_LAZY]

@@ -87,9 +87,9 @@ def test_prompts_are_tokenized_once(files, monkeypatch):
     texts = []
     whole = request.tokenize
 
-    def counting(prompt, tokenizer):
+    def counting(prompt, *how):
         texts.extend([prompt] * isinstance(prompt, str))
-        return whole(prompt, tokenizer)
+        return whole(prompt, *how)
 
     monkeypatch.setattr(request, "tokenize", counting)
     assert cli.main(command) == 0
@@ -221,11 +221,11 @@ def test_a_prompt_that_cannot_be_tokenized(files, monkeypatch):
     tried = []
     whole = request.tokenize
 
-    def failing(prompt, tokenizer):
+    def failing(prompt, *how):
         if prompt == "a text":
             tried.append(prompt)
             raise KeyError("no such template")
-        return whole(prompt, tokenizer)
+        return whole(prompt, *how)
 
     monkeypatch.setattr(request, "tokenize", failing)
     assert cli.main(command) == 1

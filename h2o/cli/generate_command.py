@@ -55,6 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "template. Done by default if there is one, except for the texts of --prompts. With "
         "--no-chat the model continues the prompt")  # fmt: skip
     add("--system", metavar="TEXT", help="text of the chat's system message")
+    add("--chat-template-kwargs", type=parse_template_kwargs, default={}, metavar="JSON",
+        help="arguments of the chat template, such as '{\"enable_thinking\": false}', or tools and "
+        "documents")  # fmt: skip
     add("--pin", type=PINS, metavar="WHAT", help="keys that are never evicted; they count "
         "toward the budget. system: the chat's system turn; prompt: the whole prompt; or spans of "
         "its tokens, such as 0:40,100:120")  # fmt: skip
@@ -84,6 +87,11 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         if not (options.chat or (options.chat is None and options.prompts is None)):
             parser.error("argument --system: requires --chat")
         options.chat = True
+    if options.chat_template_kwargs:
+        if options.chat is False:
+            parser.error("argument --chat-template-kwargs: cannot be combined with --no-chat")
+        if options.prompts is None:
+            options.chat = True
     if options.pin == "system" and options.system is None and options.prompts is None:
         parser.error("argument --pin: system requires --system TEXT")
     options.document = None
@@ -94,6 +102,22 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         (options.prompt or "").encode()
     except UnicodeEncodeError:
         parser.error("argument --prompt: not a text in UTF-8")
+
+
+def parse_template_kwargs(text: str) -> dict[str, Any]:
+    """Parse a JSON object with arguments for a chat template."""
+    from h2o.hf.chat.chat_template import check_template_arguments
+
+    try:
+        arguments: dict[str, Any] = json.loads(text)
+        check_template_arguments(arguments)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(
+            f"not JSON ({error.msg}): write an object such as '{{\"enable_thinking\": false}}'"
+        ) from None
+    except TypeError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return arguments
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -120,7 +144,7 @@ def generate(options: argparse.Namespace) -> Comparison:
 
     from h2o.evaluation import generation
     from h2o.hf.batching.request import tokenize
-    from h2o.hf.batching.system_turn import system_span
+    from h2o.hf.chat.system_turn import system_span
     from h2o.hf.model_traits.wrappers import input_device
 
     log = partial(print_line, quiet=options.json)
@@ -132,14 +156,19 @@ def generate(options: argparse.Namespace) -> Comparison:
         raise UserError("--chat: this model's tokenizer has no chat template")
     if options.chat:
         prompt = models.messages(prompt, options.system)
-    ids = torch.tensor([tokenize(prompt, tokenizer)], dtype=torch.long, device=input_device(model))
+    how = options.chat_template_kwargs
+    try:
+        tokens = tokenize(prompt, tokenizer, how)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    ids = torch.tensor([tokens], dtype=torch.long, device=input_device(model))
     tokens = ids.shape[1]
     models.check_length(model, tokens, options.max_new_tokens)
     log(f"reading a prompt of {tokens} tokens")
     pinned = options.pin
     if pinned == "system":
         try:
-            pinned = [system_span(tokenizer, prompt, ids[0].tolist())]
+            pinned = [system_span(tokenizer, prompt, ids, **how)]
         except ValueError as error:
             raise UserError(f"--pin: {error}") from error
     generation.warm_up(model, ids)

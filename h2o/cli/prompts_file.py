@@ -1,12 +1,13 @@
 """`h2o generate --prompts FILE --output FILE`: answers the prompts of a JSON Lines file in batches.
 
 A line of the input is a text, a list of messages (a chat), or an object with `prompt` or `messages`
-and optionally `id`, `max_new_tokens`, `seed` and `pinned` (spans [[start, stop], ...], "prompt" or
-"system"). A line of the output is an object with `id` (by default the number of the input line,
-from 0), `text`, `finish_reason` and numbers. Answers are written in the order in which they are
-completed. If a run is killed, the next run continues: prompts whose id is in the output are
-skipped. Each line of the output has digests of its prompt and of the settings. An answer to a
-prompt that has changed since is an error.
+and optionally `id`, `max_new_tokens`, `seed`, `pinned` (spans [[start, stop], ...], "prompt" or
+"system") and `chat_template_kwargs` (arguments of the chat template, such as tools). A line of the
+output is an object with `id` (by default the number of the input line, from 0), `text`,
+`finish_reason` and numbers. Answers are written in the order in which they are completed. If a run
+is killed, the next run continues: prompts whose id is in the output are skipped. Each line of the
+output has digests of its prompt and of the settings. An answer to a prompt that has changed since
+is an error.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from h2o import models
 from h2o.cli import texts
 from h2o.cli.cache_options import load_model, parse_count
 from h2o.errors import UserError
+from h2o.hf.chat.chat_template import arguments_of, check_template_arguments
 from h2o.model_identity import files_fingerprint
 from h2o.number_checks import check_count, check_seed, is_integer
 from h2o.result_file import fingerprint
@@ -32,12 +34,12 @@ from h2o.utils.progress import print_line
 if TYPE_CHECKING:
     from h2o.hf.batching.request import Request, Result
 
-FIELDS = {"id", "prompt", "messages", "max_new_tokens", "seed", "pinned"}
+FIELDS = {"id", "prompt", "messages", "max_new_tokens", "seed", "pinned", "chat_template_kwargs"}
 ROWS = 16
 """Default of --rows"""
 BEGINNING = b'{"id": '
 """The first characters of each line of the output"""
-SETTINGS = ("model", "dtype", "max_new_tokens", "chat", "system", "pin")
+SETTINGS = ("model", "dtype", "max_new_tokens", "chat", "system", "pin", "chat_template_kwargs")
 """Options that answers depend on, in addition to those of the cache"""
 
 
@@ -49,6 +51,7 @@ class Line(NamedTuple):
     max_new_tokens: int | None
     seed: int | None
     pinned: Any
+    chat_template_kwargs: dict[str, Any] | None
 
     @property
     def digest(self) -> str:
@@ -59,7 +62,7 @@ class Line(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("many prompts").add_argument
     add("--prompts", metavar="FILE", help="JSON Lines: texts, lists of messages, or objects with "
-        "prompt or messages, id, max_new_tokens, seed, pinned")  # fmt: skip
+        "prompt or messages, id, max_new_tokens, seed, pinned, chat_template_kwargs")  # fmt: skip
     add("--output", metavar="FILE", help="answers as JSON Lines, in the order in which they "
         "are completed; prompts with an answer in FILE are skipped")  # fmt: skip
     add("--rows", type=parse_count, metavar="N", help=f"prompts to run at a time ({ROWS})")
@@ -119,6 +122,7 @@ def _answer_all(options: argparse.Namespace, output: Path) -> int:
         max_new_tokens=options.max_new_tokens,
         tokenizer=tokenizer,
         pinned=options.pin,
+        chat_template_kwargs=options.chat_template_kwargs,
         as_completed=True,
         compileable=options.compile,
     )
@@ -156,15 +160,20 @@ def _tokenize_all(
         is_turn = options.chat and isinstance(line.prompt, str)
         prompt = models.messages(line.prompt, options.system) if is_turn else line.prompt
         limit, ids = line.max_new_tokens, []
+        own = line.chat_template_kwargs
         try:
-            ids = list(tokenize(prompt, tokenizer))
+            how = arguments_of(prompt, own, options.chat_template_kwargs)
+            ids = list(tokenize(prompt, tokenizer, how))
             models.check_length(model, len(ids), limit or options.max_new_tokens)
         except Exception as error:  # such as any error of a chat template; the others continue
             failed[number] = Result(number, [], None, len(ids), "error", {}, error)
             continue
         needs_chat = "system" in (line.pinned, options.pin)  # to find the system turn
         seed = number if line.seed is None else line.seed
-        requests[number] = Request(prompt if needs_chat else ids, limit, seed, pinned=line.pinned)
+        requests[number] = Request(
+            prompt if needs_chat else ids, limit, seed, pinned=line.pinned,
+            chat_template_kwargs=own if needs_chat else None,
+        )  # fmt: skip
     return requests, failed
 
 
@@ -220,7 +229,10 @@ def _line(number: int, text: str) -> Line:
         check_count("max_new_tokens", limit)
     if seed is not None:
         check_seed(seed)
-    return Line(number if name is None else name, prompt, limit, seed, content.get("pinned"))
+    pinned, arguments = content.get("pinned"), content.get("chat_template_kwargs")
+    if arguments is not None:
+        check_template_arguments(arguments)
+    return Line(number if name is None else name, prompt, limit, seed, pinned, arguments)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -115,7 +115,8 @@ def with_pins(config: H2OConfig, arguments: dict[str, Any], prompt: int | None =
     if pinned == "system":
         raise ValueError(
             f"{PINS}: this process does not see chats, so pass the system turn as a span such as "
-            "0:40, which h2o.system_span(tokenizer, messages) returns"
+            "0:40, which h2o.system_span(tokenizer, messages) returns (with tools= and all other "
+            "arguments of the chat template)"
         )
     if pinned == "prompt":
         return [(0, prompt)] if prompt else []

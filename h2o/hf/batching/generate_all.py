@@ -20,6 +20,7 @@ from h2o.hf.batching.prefix import check_prefix
 from h2o.hf.batching.request import Prompt, Result, Settings, check_generation, check_tokenizer
 from h2o.hf.batching.row_batch import RowBatch
 from h2o.hf.cache.cache import H2OCache
+from h2o.hf.chat.chat_template import check_template_arguments
 from h2o.number_checks import check_count, check_flag, check_seed
 
 
@@ -39,6 +40,7 @@ def generate_all(
     on_token: Callable[[int, int], Any] | None = None,
     as_completed: bool = False,
     compileable: bool = False,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     **parameters: Unpack[ConfigFields],
 ) -> Iterator[Result]:
     """Answer any number of prompts, a fixed number of them at a time.
@@ -82,6 +84,8 @@ def generate_all(
             longer prompt lengthens all rows, so that steps are compiled again, and prefill is
             eager. Prefill is also eager after a prefix, with pins, and with a request's own budget.
             A model that cannot be compiled runs eagerly, with a warning.
+        chat_template_kwargs: arguments of the chat template, such as `{"enable_thinking": False}`
+            or `{"tools": [...]}`, for each prompt that is a chat and whose `Request` has none.
 
     Yields:
         A `Result` for each prompt. If a prompt cannot be answered, its `finish_reason` is "error"
@@ -92,7 +96,8 @@ def generate_all(
         ValueError: `rows` and `bytes` both given or both missing, or an invalid argument. All
             prompts of a list are texts or chats, and there is no `tokenizer`. The first prompt
             does not begin with the tokens of `prefix`.
-        TypeError: `tokenizer` or `prefix` is something else, or a keyword is unknown.
+        TypeError: `tokenizer`, `prefix` or `chat_template_kwargs` is something else, or a keyword
+            is unknown.
     """
     config = resolve_config(h2o_config, parameters, generate_all).for_model(model)
     if (rows is None) == (bytes is None):
@@ -111,6 +116,7 @@ def generate_all(
             "echo. Use rows= instead of bytes=, or heavy and recent in tokens, not shared by echo"
         )
     check_generation(generation_config)
+    check_template_arguments(chat_template_kwargs or {})
     check_tokenizer(tokenizer, prompts if isinstance(prompts, Sequence) else ())
     batch = RowBatch(model, config, compileable)
     config = batch.cache.config  # a model without rotary positions, for example, has no echo
@@ -118,7 +124,7 @@ def generate_all(
         prefix = check_prefix(prefix, config).fork()  # the caller may continue with the original
     settings = Settings(
         model, config, generation_config, max_new_tokens, tokenizer, prefix, seed, pinned,
-        on_token, batch.angles,
+        on_token, batch.angles, chat_template_kwargs or {},
     )  # fmt: skip
     if rows is not None and isinstance(prompts, Sized):
         rows = max(1, min(rows, len(prompts)))

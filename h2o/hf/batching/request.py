@@ -30,10 +30,11 @@ from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
 from h2o.hf.batching.compiled_prefill import CompiledPrefill
 from h2o.hf.batching.prefix import check_prompt
-from h2o.hf.batching.system_turn import system_span
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.cache.cache_plan import get_plan
 from h2o.hf.cache_state.pins import Pins
+from h2o.hf.chat.chat_template import arguments_of, is_chat, prompt_ids
+from h2o.hf.chat.system_turn import system_span
 from h2o.hf.model_traits.wrappers import check_pins, input_device, model_after_prompt
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope, positions_after
 from h2o.hf.support import text_config_of
@@ -60,6 +61,8 @@ class Request:
     stopping_criteria: Sequence[StoppingCriteria] = ()
     """transformers' criteria, in addition to those of the generation config. They get ids [1, n]
     that include the prompt"""
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    """Arguments of the template for a prompt that is a chat: `tools`, `enable_thinking`, ..."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +99,7 @@ class Settings:
     pinned: Any
     on_token: Callable[[int, int], Any] | None
     angles: LengthDependentRope
+    chat_template_kwargs: Mapping[str, Any]
 
     def __post_init__(self) -> None:
         self.virtual = num_virtual_tokens(self.model)
@@ -112,16 +116,23 @@ class Settings:
             )
         check_pins(self.model, pinned)
         if isinstance(pinned, str) and pinned == "system":
-            if not _is_chat(request.prompt):
+            if not is_chat(request.prompt):
                 raise ValueError('pinned="system" needs a chat: pass a list of messages')
-            return [system_span(self.tokenizer, request.prompt, ids[0].tolist())]
+            how = self.template_kwargs_of(request)
+            return [system_span(self.tokenizer, request.prompt, ids, **how)]
         if (last := Pins.of(pinned).last) > ids.shape[1]:
             raise ValueError(f"pinned ends at token {last}, but the prompt has {ids.shape[1]}")
         return pinned
 
-    def prompt_ids(self, prompt: Prompt) -> Tensor:
-        """Token ids [1, n]."""
-        prompt = tokenize(prompt, self.tokenizer)
+    def template_kwargs_of(self, request: Request) -> Mapping[str, Any]:
+        """Arguments of the chat template for a request."""
+        own = request.chat_template_kwargs
+        return arguments_of(request.prompt, own, self.chat_template_kwargs)
+
+    def ids_of(self, request: Request) -> Tensor:
+        """Token ids [1, n] of a request's prompt."""
+        how = self.template_kwargs_of(request)
+        prompt = tokenize(request.prompt, self.tokenizer, how)
         if prompt is None or isinstance(prompt, Mapping):
             raise ValueError(
                 f"the prompt is a {type(prompt).__name__}; expected a text, a chat, or token ids "
@@ -205,25 +216,15 @@ class Settings:
         return self.prefix.fork()
 
 
-def tokenize(prompt: Prompt, tokenizer: Any) -> Any:
-    """Token ids of a text or a chat. Other prompts are returned unchanged.
+def tokenize(prompt: Prompt, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> Any:
+    """Token ids of a text, or of a chat by its template. Other prompts are returned unchanged.
 
-    Raises:
-        ValueError: the prompt is a text or a chat, and `tokenizer` is None.
+    Raises: ValueError if a text or a chat has no `tokenizer`, or a chat has no template.
     """
     check_tokenizer(tokenizer, [prompt])
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
-    if not _is_chat(prompt):
-        return prompt
-    return tokenizer.apply_chat_template(
-        prompt, add_generation_prompt=True, tokenize=True, return_dict=False
-    )
-
-
-def _is_chat(prompt: Prompt) -> bool:
-    is_list = isinstance(prompt, Sequence) and len(prompt) > 0
-    return is_list and isinstance(prompt[0], Mapping)
+    return prompt_ids(tokenizer, prompt, **template_kwargs) if is_chat(prompt) else prompt
 
 
 def check_tokenizer(tokenizer: Any, prompts: Sequence[Prompt]) -> None:
@@ -236,7 +237,7 @@ def check_tokenizer(tokenizer: Any, prompts: Sequence[Prompt]) -> None:
         )
     if tokenizer is None and prompts:
         plain = (prompt.prompt if isinstance(prompt, Request) else prompt for prompt in prompts)
-        if all(isinstance(prompt, str) or _is_chat(prompt) for prompt in plain):
+        if all(isinstance(prompt, str) or is_chat(prompt) for prompt in plain):
             raise ValueError("prompts that are texts or chats need a tokenizer: pass tokenizer=")
 
 
@@ -282,7 +283,7 @@ class ActiveRequest:
     def __init__(self, index: int, request: Request, settings: Settings) -> None:
         self.index = index
         self.settings = settings
-        self.ids = settings.prompt_ids(request.prompt)
+        self.ids = settings.ids_of(request)
         self.prompt_tokens = self.ids.shape[1]
         self.cache = settings.cache_for(request, self.ids)
         self.compiled_prefill: CompiledPrefill | None = None

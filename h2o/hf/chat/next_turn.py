@@ -1,0 +1,153 @@
+"""`h2o.next_turn`: the ids of a chat's next turn, after the ids that its cache has seen.
+
+A cache continues ids, not texts. The ids of a longer chat cannot be made by rendering the whole
+chat again: a template may drop the thoughts of earlier turns, and an answer that is decoded and
+tokenized again may have other tokens. The new turn is therefore rendered after a stand-in for the
+answer, and what follows the stand-in is appended to the ids.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h2o.hf.chat.chat_template import common_beginning, contains_message, encode, is_chat, render
+
+
+def next_turn(
+    tokenizer: Any,
+    ids: Any,
+    message: Any,
+    *,
+    eos_token_id: int | Sequence[int] | None = None,
+    **template_kwargs: Any,
+) -> Tensor:
+    """Append the next turn of a chat to the ids that `generate()` returned.
+
+    ```python
+    out = model.generate(**inputs, cache=cache, max_new_tokens=200)
+    ids = h2o.next_turn(tokenizer, out, "And who built it?")
+    out = model.generate(ids, cache=cache, max_new_tokens=200)
+    ```
+
+    An answer that `max_new_tokens` or a stopping criterion has cut is closed with the template's
+    end of turn. An answer that ended by itself already has that end. If it ended with an end token
+    that the template does not write there, the template's end of turn replaces that token, which
+    the cache has not seen.
+
+    Args:
+        tokenizer: a tokenizer with a chat template.
+        ids: int [1, n], prompt and answer as `generate()` returned them for one chat; also [n] or a
+            list.
+        message: what the user says, as text. Or a message such as
+            `{"role": "tool", "content": ...}`, or a list of messages.
+        eos_token_id: end tokens other than the tokenizer's, such as
+            `model.generation_config.eos_token_id`.
+        template_kwargs: arguments of the chat template, such as `tools` or `enable_thinking`, as
+            they were for the earlier turns. `add_generation_prompt` is True by default.
+
+    Returns:
+        int64 [1, n + m] on the device of `ids`, for `generate()` with the same cache. Where the
+        template only appends to earlier turns, these are the ids of the whole chat.
+
+    Raises:
+        TypeError: `ids` are not token ids, `message` is no message, or an argument is not for the
+            template.
+        ValueError: `ids` has several rows or no tokens. The tokenizer has no chat template, or the
+            template raises an error or leaves out the answer or the user's message.
+    """
+    held = _one_row(ids)
+    messages = _as_messages(message)
+    answer = uuid.uuid4().hex  # occurs nowhere else
+    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": answer}]
+    how = {"add_generation_prompt": True, **template_kwargs}
+    text = render(tokenizer, [*chat, *messages], **how)
+    if text.count(answer) != 1:
+        raise ValueError(
+            "the chat template does not write an earlier answer as it is. Append the ids of the "
+            "next turn yourself: torch.cat([ids, turn], dim=1)"
+        )
+    begin = text.index(answer) + len(answer)
+    said = [x for x in messages if x.get("role") == "user"]
+    if lost := [x for x in said if not contains_message(text[begin:], x)]:
+        raise ValueError(f"the chat template leaves out the message {lost[0]['content']!r}")
+    end = common_beginning(text[begin:], _end_of_turn(tokenizer, chat, answer, how))
+    tail = tokenizer.decode(
+        held[0, -4 * len(end) - 1 :].tolist(),  # up to four tokens for each character
+        skip_special_tokens=False,
+        clean_up_tokenization_spaces=False,
+    )
+    written = _characters_written(tail, end)
+    if not written and int(held[0, -1]) in _end_tokens(tokenizer, eos_token_id):
+        held = held[:, :-1]
+    new = _tokens_from(tokenizer, text, begin + written)
+    return torch.cat([held, held.new_tensor([new])], dim=1)
+
+
+def _end_of_turn(tokenizer: Any, chat: list[Any], answer: str, how: dict[str, Any]) -> str:
+    """What the template writes after an answer that ends the chat; empty if it raises."""
+    try:
+        text = render(tokenizer, chat, **{**how, "add_generation_prompt": False})
+    except ValueError:
+        return ""
+    return text.partition(answer)[2]
+
+
+def _characters_written(tail: str, end: str) -> int:
+    """How many characters of the end of a turn stand at the end of a text: 0, or at least all up to
+    the spaces at its end."""
+    least = len(end.rstrip()) or 1
+    return next((n for n in range(len(end), least - 1, -1) if tail.endswith(end[:n])), 0)
+
+
+def _tokens_from(tokenizer: Any, text: str, begin: int) -> list[int]:
+    """Tokens of the text from a character on, as they are after what comes before."""
+    tokens, starts = encode(tokenizer, text)
+    if starts is not None and begin in starts:
+        return tokens[starts.index(begin) :]
+    return encode(tokenizer, text[begin:])[0]
+
+
+def _end_tokens(tokenizer: Any, more: int | Sequence[int] | None) -> set[int | None]:
+    given = more if isinstance(more, Sequence) else [more]
+    return {tokenizer.eos_token_id, *given} - {None}
+
+
+def _one_row(ids: Any) -> Tensor:
+    """`ids` as int64 [1, n]."""
+    if not isinstance(ids, Tensor) and not isinstance(ids, Sequence):
+        raise TypeError(
+            f"ids is a {type(ids).__name__}; expected token ids [1, n], as generate() returns them "
+            "(out, or out.sequences with return_dict_in_generate=True)"
+        )
+    row = torch.as_tensor(ids)
+    row = row[None] if row.ndim == 1 else row
+    if row.numel() == 0:
+        raise ValueError(
+            "ids has no tokens. Begin the chat with tokenizer.apply_chat_template(messages, "
+            'add_generation_prompt=True, return_tensors="pt")'
+        )
+    if row.dtype.is_floating_point or row.dtype == torch.bool:
+        raise TypeError(f"ids has dtype {row.dtype}; expected token ids, which are integers")
+    if row.ndim != 2 or len(row) != 1:
+        raise ValueError(
+            f"ids has shape {tuple(row.shape)}; expected [1, n], one chat. Call next_turn for each "
+            "row, with the row's padding removed"
+        )
+    return row.to(torch.long)
+
+
+def _as_messages(message: Any) -> list[Any]:
+    if isinstance(message, str):
+        return [{"role": "user", "content": message}]
+    messages = [message] if isinstance(message, Mapping) else message
+    if not is_chat(messages) or not all(isinstance(x, Mapping) for x in messages):
+        raise TypeError(
+            "message must be a text, a message such as "
+            f'{{"role": "user", "content": ...}}, or a list of messages, not {message!r}'
+        )
+    return list(messages)
