@@ -387,6 +387,32 @@ def test_a_chat_template_is_used_if_there_is_one(tiny, tmp_path, capsys):
         assert generated(capsys, *command, str(folder), more)["prompt_tokens"] == tokens
 
 
+def test_arguments_of_the_chat_template(tiny, tmp_path, capsys):
+    """The prompt and the pinned system turn must be those that the template makes with them."""
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(
+        "{% if tools %}Tools: {{ tools }}\n{% endif %}{% for m in messages %}{{ m.role }}: "
+        "{{ m.content }}\n{% endfor %}",
+        "utf-8",
+    )
+    command = ["--max-new-tokens", "2", "--prompt", "What?", "--model", str(folder)]
+    command += ["--system", "Be brief.", "--pin", "system", "--heavy", "100", "--recent", "60"]
+    plain = generated(capsys, *command)["prompt_tokens"]
+    tools = ["--chat-template-kwargs", json.dumps({"tools": [{"name": "get_weather"}]})]
+    assert generated(capsys, *command, *tools)["prompt_tokens"] > plain
+    for wrong, words in [
+        ("tools", "not JSON"),
+        ("[5]", "the arguments of a chat template are a dict"),
+        ('{"tokenize": false}', "tokenize: not for the chat template"),
+    ]:
+        with pytest.raises(SystemExit):
+            cli.main(["generate", "--chat-template-kwargs", wrong])
+        assert words in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "--prompt", "x", "--no-chat", *tools])
+    assert "cannot be combined with --no-chat" in capsys.readouterr().err
+
+
 def test_text_goes_to_stdout_and_the_rest_to_stderr(tiny, capsys):
     options = ["generate", "--model", tiny, "--max-new-tokens", "12"]
     done = h2o(*options, "--prompt-file", "-", input=PROMPT)

@@ -235,6 +235,24 @@ def test_a_prompt_that_cannot_be_tokenized(files, monkeypatch):
     assert tried == ["a text"]
 
 
+def test_arguments_of_the_chat_template(files, tmp_path):
+    """A chat must have the arguments of its line, or else those of the command. A text that has
+    arguments must get an error."""
+    command, prompts, output = files
+    folder = shutil.copytree(command[2], tmp_path / "model")
+    template = "{{ messages[0].content }}{{ mood }}{{ messages[-1].content }}"
+    (folder / "chat_template.jinja").write_text(template, "utf-8")
+    chat = {"messages": [{"role": r, "content": "Hi."} for r in ("system", "user")]}
+    own = {"chat_template_kwargs": {"mood": "!" * 20}, "pinned": "system"}
+    lines = [chat, chat | own, {"prompt": "Hi.", "chat_template_kwargs": {"mood": ""}}]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    command[2] = str(folder)
+    assert cli.main([*command, "--chat-template-kwargs", '{"mood": "!!!!!"}']) == 1
+    by_id = {answer["id"]: answer for answer in answers(output)}
+    assert by_id[0]["prompt_tokens"] + 15 == by_id[1]["prompt_tokens"]
+    assert "chat_template_kwargs needs a chat" in by_id[2]["error"]
+
+
 def test_a_full_disk(files, capsys):
     command, _, output = files
     limits = "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
@@ -272,6 +290,8 @@ def test_fewer_prompts_than_answers(files, capsys):
         ("no json", "line 1: not JSON (Expecting value): write a text in quotes"),
         ('{"messages": [5, 6]}', "messages must be objects"),
         ("3", "line 1"),
+        ('{"prompt": "a", "chat_template_kwargs": 5}', "template are a dict such as"),
+        ('{"prompt": "a", "chat_template_kwargs": {"padding": 1}}', "padding: not for the chat"),
         ('{"prompt": "a", "max_new_tokens": true}', "max_new_tokens is True; expected an integer"),
         ('{"prompt": "a", "seed": 1.5}', "line 1: seed is 1.5; expected an integer"),
         ('{"prompt": "a", "id": true}', "id must be a text or an integer, not True"),

@@ -1,4 +1,4 @@
-"""Pinned keys of requests, documents and system turns of chats."""
+"""Pinned keys of requests, documents and chats."""
 
 from __future__ import annotations
 
@@ -7,37 +7,17 @@ import json
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
 
 import h2o
 from h2o import H2OCache, Request, cli
 from h2o.compat import with_cache
 from h2o.hf.batching.batch_scheduler import Scheduler
+from tests.hf.chat_templates import TURNS, byte_tokenizer
 from tests.hf.test_cross_head_budget import deep
 from tests.hf.test_pinned import SMALL, SPAN, held, survives
 from tests.hf.tiny import batch, needs_compiler, prompts, shared
 from tests.test_cli import tiny  # noqa: F401
 
-PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
-ASKS = "{% if add_generation_prompt %}<assistant>{% endif %}"
-TEMPLATES = {
-    "turns": PLAIN + ASKS,
-    "folded into the user's turn": (
-        "[INST] {% if messages[0].role == 'system' %}<<SYS>>{{ messages[0].content }}<</SYS>>"
-        "{% endif %}{% for m in messages if m.role == 'user' %}{{ m.content }}{% else %}"
-        "{{ raise_exception('no user') }}{% endfor %} [/INST]"
-    ),
-}
-WITHOUT = {
-    "refused": "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
-    + PLAIN,
-    "left out": "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}",
-    "in the last turn": "{% for m in messages if m.role == 'user' %}"
-    "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
-    "{{ m.content }}{% endfor %}",
-}
 SYSTEM = {"role": "system", "content": "Answer in one word."}
 CHAT = [
     SYSTEM,
@@ -47,42 +27,9 @@ CHAT = [
 
 @pytest.fixture
 def tokenizer():
-    """A tokenizer in which each byte is a token."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bytes_ = Tokenizer(BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-    bytes_.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytes_.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=bytes_)
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_the_system_turn(name, tokenizer):
-    tokenizer.chat_template = TEMPLATES[name]
-    start, stop = h2o.system_span(tokenizer, CHAT)
-    text = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
-    assert start == 0
-    assert text[:stop].count(SYSTEM["content"]) == 1
-    assert text[stop:].startswith(("<user>Where", "Where"))
-
-
-@pytest.mark.parametrize("name", WITHOUT)
-def test_templates_without_a_system_turn(name, tokenizer):
-    tokenizer.chat_template = WITHOUT[name]
-    with pytest.raises(ValueError, match="chat template"):
-        h2o.system_span(tokenizer, CHAT)
-
-
-def test_chats_without_a_system_message(tokenizer):
-    tokenizer.chat_template = TEMPLATES["turns"]
-    with pytest.raises(ValueError, match="no system message"):
-        h2o.system_span(tokenizer, CHAT[1:])
-
-
-@pytest.mark.parametrize("messages", ["Answer briefly.", SYSTEM, {}, None])
-def test_something_else_than_a_chat(tokenizer, messages):
-    tokenizer.chat_template = TEMPLATES["turns"]
-    with pytest.raises(TypeError, match=f"a list of messages .* not a {type(messages).__name__}"):
-        h2o.system_span(tokenizer, messages)
+    made = byte_tokenizer()
+    made.chat_template = TURNS
+    return made
 
 
 # ---- generate_all ------------------------------------------------------------------------------
@@ -125,7 +72,7 @@ def test_pins_of_requests(more, monkeypatch):
 def test_the_system_turn_of_requests(tokenizer, monkeypatch):
     """The system turn must stay when heads share a budget by echo. A chat without one must get an
     error of its own."""
-    tokenizer.chat_template, ends = TEMPLATES["turns"], rows_at_their_ends(monkeypatch)
+    ends = rows_at_their_ends(monkeypatch)
     ours = deep(vocab_size=256)
     how = {"rows": 2, "max_new_tokens": 30, "tokenizer": tokenizer, "pinned": "system"}
     results = [*h2o.generate_all(ours, [CHAT, CHAT[1:], CHAT[:2]], budget=60, **how)]

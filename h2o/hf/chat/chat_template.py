@@ -86,8 +86,8 @@ def contains_message(text: str, message: Any) -> bool:
     return all(part.strip() in text for part in parts)
 
 
-def common_beginning(one: str, other: str) -> str:
-    """The longest text with which both texts begin."""
+def common_beginning(one: Sequence[Any], other: Sequence[Any]) -> Any:
+    """The longest text, or list of tokens, with which both begin."""
     alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
     return one[: sum(1 for _ in alike)]
 

@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o.hf.chat.chat_template import common_beginning, contains_message, encode, is_chat, render
+from h2o.hf.chat.chat_template import (
+    common_beginning,
+    contains_message,
+    encode,
+    is_chat,
+    render,
+)
 
 
 def next_turn(
@@ -63,32 +69,38 @@ def next_turn(
     held = _one_row(ids)
     messages = _as_messages(message)
     answer = uuid.uuid4().hex  # occurs nowhere else
-    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": answer}]
+    chat = [_like(messages[0], "user", "x"), _like(messages[0], "assistant", answer)]
     how = {"add_generation_prompt": True, **template_kwargs}
     text = render(tokenizer, [*chat, *messages], **how)
     if text.count(answer) != 1:
         raise ValueError(
-            "the chat template does not write an earlier answer as it is. Append the ids of the "
-            "next turn yourself: torch.cat([ids, turn], dim=1)"
+            "the chat template does not write an earlier answer as it is. If it expects content as "
+            'a list, pass message={"role": "user", "content": [{"type": "text", "text": ...}]}. '
+            "Otherwise append the ids of the turn yourself: torch.cat([ids, turn], dim=1)"
         )
     begin = text.index(answer) + len(answer)
     said = [x for x in messages if x.get("role") == "user"]
     if lost := [x for x in said if not contains_message(text[begin:], x)]:
         raise ValueError(f"the chat template leaves out the message {lost[0]['content']!r}")
-    end = common_beginning(text[begin:], _end_of_turn(tokenizer, chat, answer, how))
-    tail = tokenizer.decode(
-        held[0, -4 * len(end) - 1 :].tolist(),  # up to four tokens for each character
-        skip_special_tokens=False,
-        clean_up_tokenization_spaces=False,
-    )
-    written = _characters_written(tail, end)
-    if not written and int(held[0, -1]) in _end_tokens(tokenizer, eos_token_id):
-        held = held[:, :-1]
+    ends = _ends_of_turn(tokenizer, text[begin:], _end_of_chat(tokenizer, chat, answer, how))
+    written = _characters_written(tokenizer, held, ends)
     new = _tokens_from(tokenizer, text, begin + written)
+    stops = _end_tokens(tokenizer, eos_token_id)
+    stops |= {*new[:1]} & {*tokenizer.all_special_ids}  # a model may end its turn with a header
+    if not written and int(held[0, -1]) in stops:
+        held = held[:, :-1]
+        if written := _characters_written(tokenizer, held, ends):
+            new = _tokens_from(tokenizer, text, begin + written)
     return torch.cat([held, held.new_tensor([new])], dim=1)
 
 
-def _end_of_turn(tokenizer: Any, chat: list[Any], answer: str, how: dict[str, Any]) -> str:
+def _like(message: Mapping[str, Any], role: str, text: str) -> dict[str, Any]:
+    """A message with a text, as a list of parts if the content of `message` is one."""
+    is_text = isinstance(message.get("content"), str | None)
+    return {"role": role, "content": text if is_text else [{"type": "text", "text": text}]}
+
+
+def _end_of_chat(tokenizer: Any, chat: list[Any], answer: str, how: dict[str, Any]) -> str:
     """What the template writes after an answer that ends the chat; empty if it raises."""
     try:
         text = render(tokenizer, chat, **{**how, "add_generation_prompt": False})
@@ -97,11 +109,25 @@ def _end_of_turn(tokenizer: Any, chat: list[Any], answer: str, how: dict[str, An
     return text.partition(answer)[2]
 
 
-def _characters_written(tail: str, end: str) -> int:
-    """How many characters of the end of a turn stand at the end of a text: 0, or at least all up to
-    the spaces at its end."""
-    least = len(end.rstrip()) or 1
-    return next((n for n in range(len(end), least - 1, -1) if tail.endswith(end[:n])), 0)
+def _ends_of_turn(tokenizer: Any, next_turn: str, end_of_chat: str) -> list[str]:
+    """Texts that close an answer, longest first: what the template writes after an answer whatever
+    follows, with all, some or none of the spaces at its end."""
+    common = common_beginning(next_turn, end_of_chat)
+    tokens, starts = encode(tokenizer, next_turn)
+    alike = len(common_beginning(tokens, encode(tokenizer, end_of_chat)[0]))
+    # Characters may be common to two markers that are not, such as <| of <|user|> and <|end|>.
+    whole = common if starts is None else next_turn[: [*starts, len(next_turn)][alike]]
+    least = len(whole.rstrip()) or 1
+    return [common[:n] for n in range(len(common), least - 1, -1)] if whole else []
+
+
+def _characters_written(tokenizer: Any, held: Tensor, ends: list[str]) -> int:
+    """How many characters of the end of a turn stand at the end of ids [1, n]."""
+    most = 4 * len(ends[0]) + 1 if ends else 1  # a character has up to four tokens
+    tail = tokenizer.decode(
+        held[0, -most:].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+    return next((len(end) for end in ends if tail.endswith(end)), 0)
 
 
 def _tokens_from(tokenizer: Any, text: str, begin: int) -> list[int]:
