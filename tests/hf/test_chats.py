@@ -285,6 +285,49 @@ def test_turns_that_cannot_be_appended():
             h2o.next_turn(tokenizer, ids, "Hi", chat_template=template)
 
 
+# ---- Turns that are lost -----------------------------------------------------------------------
+
+
+class LeavingClient:
+    """A streamer that raises after some tokens."""
+
+    def __init__(self, tokens):
+        self.tokens, self.ids = tokens, []
+
+    def put(self, ids):
+        """`ids`: first those of the prompt, then each new token."""
+        self.ids += ids.flatten().tolist()
+        self.tokens -= 1
+        if self.tokens < 0:
+            raise ConnectionError("the client has gone")
+
+    def end(self):
+        pass
+
+
+def test_a_turn_whose_client_goes_away(smollm):
+    """The next turn must raise an error that names what helps, and both remedies must help: a copy
+    of the cache for each turn, or the ids that were streamed."""
+    model, tokenizer = narrow_default_model(4)
+    greedy = {"max_new_tokens": 8, "do_sample": False}
+    cache = H2OCache(model, budget=64)
+    out = model.generate(prompt_of(tokenizer, CHAT[:2]), **greedy, **with_cache(cache))
+    ids, before = h2o.next_turn(tokenizer, out, "And who built it?"), cache.fork()
+    wanted = model.generate(ids, **greedy, **with_cache(cache.fork()))
+    streamer = LeavingClient(4)
+    with pytest.raises(ConnectionError):
+        model.generate(ids, streamer=streamer, **greedy, **with_cache(cache))
+    other = h2o.next_turn(tokenizer, out, "Of what stone is the tower, and how high is it?")
+    remedies = r"ids that were streamed: append to these.*turn = cache\.fork\(\)"
+    with pytest.raises(ValueError, match=remedies):
+        model.generate(other, **greedy, **with_cache(cache))
+    assert model.generate(ids, **greedy, **with_cache(before)).tolist() == wanted.tolist()
+    assert len(streamer.ids) == ids.shape[1] + 4
+    streamed = h2o.next_turn(tokenizer, streamer.ids, "When?")
+    model.generate(streamed, **greedy, **with_cache(cache))
+    assert int(cache.get_seq_length()) == streamed.shape[1] + 7
+
+
 # ---- generate_all ------------------------------------------------------------------------------
 
 

@@ -114,10 +114,14 @@ def check_ids(text: SeenText, ids: Tensor, mask: Tensor | None = None) -> None:
         raise ValueError(
             f"the first {ids.shape[1]} tokens of row {rows[0]} are not the ones that the cache has "
             "seen. input_ids must be everything seen so far, followed by new tokens. Append the "
-            "ids of the new turn to the ids that generate() returned: a chat template that drops "
-            "earlier reasoning, or tokenizing the answer again, gives different ids. After a beam "
-            "search the cache holds the beams that were searched last, not the returned sequences. "
-            "To start another text call cache.reset(), or use a new H2OCache or h2o.patched()"
+            "ids of the new turn to the ids that generate() returned, as h2o.next_turn does: a "
+            "chat template that drops earlier reasoning, or tokenizing the answer again, gives "
+            "different ids. If an error ended generate() before it returned, the cache has seen "
+            "its prompt and the ids that were streamed: append to these. To be able to repeat a "
+            "turn, run it on a copy (turn = cache.fork()), and keep the copy once the turn is "
+            "done. After a beam search the cache holds the beams that were searched last, not the "
+            "returned sequences. To start another text call cache.reset(), or use a new H2OCache "
+            "or h2o.patched()"
         )
 
 
