@@ -27,7 +27,7 @@ class Chat:
         pinned: as for an `H2OCache`.
 
     Raises:
-        ValueError: the tokenizer has no chat template, or one that rewrites earlier turns.
+        ValueError: the tokenizer has no chat template.
     """
 
     def __init__(
@@ -43,49 +43,41 @@ class Chat:
         self.model, self.tokenizer = model, tokenizer
         self.opening = [] if system is None else [{"role": "system", "content": system}]
         self.cache = h2o.H2OCache(model, config, pinned=pinned)
+        self.ids: torch.Tensor | None = None  # the conversation as tokens, 8 bytes each
         ends = model.generation_config.eos_token_id
-        self.ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+        self.ends = [tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])]
 
     def reply(self, said: str, max_new_tokens: int = 200) -> Iterator[str]:
         """Yield the model's greedy answer to the next turn, piece by piece."""
-        ids = self.tokenizer(self.turn(said), add_special_tokens=False)["input_ids"]
-        answer: list[int] = []
+        ids = self.turn(said)
+        begin = ids.shape[1]
         shown = ""
-        while len(answer) < max_new_tokens:
-            token = self._next(ids)
-            ids = [token]
+        while ids.shape[1] < begin + max_new_tokens:
+            token = self._next(ids[:, self.cache.get_seq_length() :])
+            ids = torch.cat([ids, ids.new_tensor([[token]])], dim=1)
+            self.ids = ids
             if token in self.ends:
                 break
-            answer.append(token)
-            text = self.tokenizer.decode(answer, skip_special_tokens=True)
+            text = self.tokenizer.decode(ids[0, begin:], skip_special_tokens=True)
             if not text.endswith("\ufffd"):  # half a character
                 yield text[len(shown) :]
                 shown = text
-        else:
-            ids = [*ids, self.tokenizer.eos_token_id]  # as if the answer had ended here
-        self._next(ids)
 
-    def turn(self, said: str) -> str:
-        """The text of the next turn by the chat template. The first one includes the system
+    def turn(self, said: str) -> torch.Tensor:
+        """The conversation with the next turn: int [1, n]. The first turn includes the system
         prompt."""
-        user = {"role": "user", "content": said}
-        if not self.cache.get_seq_length():
-            return self._render([*self.opening, user], add_generation_prompt=True)
-        # Earlier turns are no longer available as text. Any two turns can stand in for them.
-        before = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
-        head = self._render(before).rstrip("\n")
-        rendered = self._render([*before, user], add_generation_prompt=True)
-        if not rendered.startswith(head):
-            raise ValueError("the chat template rewrites earlier turns")
-        return rendered[len(head) :]
-
-    def _render(self, turns: list[dict[str, str]], **options: bool) -> str:
-        return self.tokenizer.apply_chat_template(turns, tokenize=False, **options)
+        if self.ids is not None:
+            return h2o.next_turn(self.tokenizer, self.ids, said, eos_token_id=self.ends)
+        inputs = self.tokenizer.apply_chat_template(
+            [*self.opening, {"role": "user", "content": said}],
+            add_generation_prompt=True, return_tensors="pt", return_dict=True,
+        )  # fmt: skip
+        return inputs["input_ids"]
 
     @torch.no_grad()
-    def _next(self, ids: list[int]) -> int:
-        """Add tokens to the cache and return the most likely next one."""
-        text = torch.tensor([ids], device=self.model.device)
+    def _next(self, ids: torch.Tensor) -> int:
+        """Add tokens [1, n] to the cache and return the most likely next one."""
+        text = ids.to(self.model.device)
         # At position 0 the model rotates nothing. The cache rotates each key by its rank among the
         # keys that it holds.
         out = self.model(text, cache=self.cache, position_ids=torch.zeros_like(text))

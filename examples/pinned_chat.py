@@ -46,9 +46,10 @@ def share_held(chat: Chat, tokens: int) -> float:
 
 def ask(chat: Chat, question: str, max_new_tokens: int) -> str:
     """Answer a question without adding it to the conversation."""
-    conversation, chat.cache = chat.cache, chat.cache.fork()
+    cache, ids = chat.cache, chat.ids
+    chat.cache = cache.fork()
     answer = " ".join("".join(chat.reply(question, max_new_tokens)).split())
-    chat.cache = conversation
+    chat.cache, chat.ids = cache, ids
     return answer
 
 

@@ -148,27 +148,13 @@ def test_users_talk_at_once_and_disconnect(folder):
         assert first
         assert ask(port, "carl", "And?")[1]["tokens"] > last["tokens"], "what was written is kept"
         assert post(port, "/chat", {"user": "dora", "message": "Hi"})[1].status == 503
+        for body in ([], {}, {"user": 5, "message": "Hi"}, {"user": "anna"}):
+            connection, response = post(port, "/chat", body)
+            with contextlib.closing(connection):
+                assert response.status == 400
+                assert b"expected" in response.read()
         post(port, "/forget", {"user": "carl"})[1].read()
         assert ask(port, "dora", SAID[0]) == anna[0]
-
-
-@pytest.mark.parametrize("body", [[], {}, {"user": 5, "message": "Hi"}, {"user": "anna"}])
-def test_requests_that_are_malformed(body, chat_server):
-    connection, response = post(chat_server, "/chat", body)
-    with contextlib.closing(connection):
-        assert response.status == 400
-        assert b"expected" in response.read()
-
-
-@pytest.fixture(scope="module")
-def chat_server(tmp_path_factory):
-    """The port of a server with a small model."""
-    model, tokenizer = narrow_default_model(2)
-    folder = tmp_path_factory.mktemp("model")
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    with serving("--model", folder) as port:
-        yield port
 
 
 class Failing:
