@@ -144,10 +144,10 @@ def make_room(heads: list[tuple[int, int]], pinned: int, sinks: int) -> list[tup
         if heavy:  # the recent part grows with the budget
             at_least = sinks + math.ceil(pinned * (heavy + recent) / heavy)
         raise ValueError(
-            f"{pinned} pinned keys, {sinks} sinks and {recent} recent keys do not fit in a budget "
-            f"of {sinks + heavy + recent} tokens, of which {heavy} are neither sinks nor recent: "
-            f"give budget={at_least} or more, or heavy={pinned} or more where you give heavy and "
-            "recent, or pin fewer tokens"
+            f"{pinned} pinned keys do not fit in a budget of {sinks + heavy + recent} keys per "
+            f"head. Sinks take {sinks} of them and recent keys {recent}, which leaves {heavy} for "
+            f"pinned keys. Pin fewer tokens, or give budget={at_least} or more (heavy={pinned} or "
+            "more if you give heavy and recent)"
         )
     ends = [0, *itertools.accumulate(spare)]
     given = [lacking * end // ends[-1] for end in ends]
