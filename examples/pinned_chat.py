@@ -83,7 +83,7 @@ def main() -> None:
                 answer = ask(chat, QUESTION, 2 * options.max_new_tokens)
                 held = chat.cache.report().total.bytes_held
                 print(
-                    f"{turn:5} turns, {chat.cache.get_seq_length():6} tokens, "
+                    f"{turn:5} turns, {chat.ids.shape[1]:6} tokens, "
                     f"{held / 1e6:.2f} MB, {name:18} "
                     f"{share_held(chat, span[1]):4.0%} of the instructions held, "
                     f"{'right' if ANSWER in answer.lower() else 'wrong'}: {answer}",
