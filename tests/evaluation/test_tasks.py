@@ -282,11 +282,16 @@ def test_rows_that_changed_are_measured_again(folder, tmp_path, forwards):
     [
         ([], ["--model_args", "add_bos_token=True"]),
         (["--apply_chat_template"], ["--apply_chat_template", "--fewshot_as_multiturn", "false"]),
+        (
+            ["--apply_chat_template"],
+            ["--apply_chat_template", "--model_args", "enable_thinking=False"],
+        ),
     ],
 )
 def test_other_arguments_are_measured_anew(folder, tmp_path, forwards, first, then):
     chatty = shutil.copytree(folder, tmp_path / "chatty")
     template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    template += "{% if enable_thinking is false %}.{% endif %}"
     (chatty / "chat_template.jinja").write_text(template)
     counts = []
     for arguments in (first, first, then, then):
