@@ -13,6 +13,13 @@ from typing import Any, Literal
 from h2o.kv_dtype import count_fitting
 from h2o.number_checks import is_integer, is_number
 
+DEFAULT_BUDGET = 0.2
+"""`budget` of a config that has neither `budget` nor `heavy` nor `recent`: a fifth of the bytes of a
+full cache."""
+
+FEWEST_KEYS = 32
+"""Number of keys per head below which an int budget is usually meant as a percentage."""
+
 UNLIMITED = 2**31 - 1
 """A `heavy` or `recent` budget that no text exceeds."""
 
@@ -45,9 +52,12 @@ def parse_amount(text: str) -> Amount:
 
 
 def split_heavy_recent(budget: Amount, heavy: float) -> tuple[Amount, Amount]:
-    """Split a budget into (heavy, recent). The parameter `heavy` is the share of heavy hitters."""
+    """Split a budget into (heavy, recent). The parameter `heavy` is the share of heavy hitters.
+
+    Fractions are rounded to 12 digits, so that 0.2 is split into 0.15 and 0.05.
+    """
     if isinstance(budget, float):
-        return budget * heavy, budget * (1 - heavy)
+        return round(budget * heavy, 12), round(budget * (1 - heavy), 12)
     return int(budget * heavy), budget - int(budget * heavy)
 
 
@@ -178,6 +188,26 @@ def check_whole_budget(value: Any) -> Amount:
             "cache, or heavy=1, recent=0 for a single key"
         )
     return amount
+
+
+def explain_few_keys(amounts: dict[str, Any]) -> str:
+    """Explain what a budget of fewer than `FEWEST_KEYS` keys means. Empty for any other budget, and
+    if one of its parts is 0 or differs by layer.
+
+    Args:
+        amounts: the parts of the budget by name, {"budget": 20} or {"heavy": 10, "recent": 10}.
+    """
+    if not all(isinstance(x, int) and x > 0 for x in amounts.values()):
+        return ""
+    keys = sum(amounts.values())
+    if keys >= FEWEST_KEYS:
+        return ""
+    shares = {name: x / 100 for name, x in amounts.items()}
+    given, wanted = (", ".join(f"{x}={y}" for x, y in one.items()) for one in (amounts, shares))
+    return (
+        f"{given}: an int is a number of keys, so each head keeps {keys} keys. For {keys}% write "
+        f"{wanted}"
+    )
 
 
 def check_tokens(name: str, value: Any) -> int:

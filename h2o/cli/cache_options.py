@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from h2o import models
-from h2o.budgets import parse_amount
+from h2o.budgets import DEFAULT_BUDGET, parse_amount
 from h2o.config import PRESETS, H2OConfig
 from h2o.config.profile import Profile
 from h2o.evaluation.model_fit import check_fit
@@ -39,9 +39,11 @@ OPTIONS: dict[str, Field] = {
     "heavy": Field(
         AMOUNT, None, "K",
         "keys kept for their scores: an integer is a number of tokens, a number with a point a "
-        "fraction of the prompt or text (%(default)s)",
+        "fraction of the prompt or text (%(default)s if only --recent is given)",
     ),
-    "recent": Field(AMOUNT, None, "K", "newest keys that are kept (%(default)s)"),
+    "recent": Field(
+        AMOUNT, None, "K", "newest keys that are kept (%(default)s if only --heavy is given)"
+    ),
     "budget_unit": Field(
         str, ("keys", "bytes"), None,
         "what fractions are taken of: the keys of the text, or the bytes of a full cache "
@@ -72,9 +74,7 @@ OPTIONS: dict[str, Field] = {
 """The options of a cache, by the names of H2OConfig's fields."""
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(H2OConfig)}
-
-PRESET_BUDGET = 0.2
-"""Default budget of a preset."""
+"""Defaults beside --heavy and --recent. Those beside --budget are the recommended preset's."""
 
 
 def option_name(field: str) -> str:
@@ -141,7 +141,7 @@ def add_cache_options(group: Any, names: Sequence[str] = tuple(OPTIONS), **defau
     """Add --preset, --budget and the options of the fields `names` to a parser or group.
 
     An option that is left out is None. `make_setting` then uses the value in `defaults` if there is
-    one, and H2OConfig's default otherwise.
+    one, and H2OConfig's default otherwise, which depends on the budget.
     """
     group.set_defaults(cache_fields=tuple(names), cache_defaults=defaults)
     group.add_argument(
@@ -151,15 +151,25 @@ def add_cache_options(group: Any, names: Sequence[str] = tuple(OPTIONS), **defau
         "--budget", type=AMOUNT, metavar="B",
         help="alone: budget of the recommended policy, a number of tokens or a fraction of a full "
         "cache's bytes; with --preset: a number of tokens or a fraction of the keys (of the bytes "
-        f"with --budget-unit bytes; default {PRESET_BUDGET})",
+        f"with --budget-unit bytes). {DEFAULT_BUDGET} if neither it nor --heavy nor --recent is "
+        "given",
     )  # fmt: skip
     for name in names:
         field = OPTIONS[name]
         kind: dict[str, Any] = {"action": "store_true"}
         if not field.flag:
             kind = {"type": field.parse, "choices": field.choices, "metavar": field.metavar}
-        text = field.help.replace("%(default)s", f"{(DEFAULTS | defaults)[name]}")
+        text = field.help.replace("%(default)s", describe_default(name, defaults))
         group.add_argument(option_name(name), dest=name, default=None, help=text, **kind)
+
+
+def describe_default(name: str, defaults: dict[str, Any]) -> str:
+    """A field's default for the help: what the default budget has, and what other budgets have."""
+    plain = (DEFAULTS | defaults)[name]
+    chosen = getattr(H2OConfig(), name)
+    if name in ("heavy", "recent") or name in defaults or chosen == plain:
+        return f"{plain}"
+    return f"{chosen}; {plain} with --heavy or --recent"
 
 
 def make_setting(options: argparse.Namespace) -> Setting:
@@ -172,13 +182,11 @@ def make_setting(options: argparse.Namespace) -> Setting:
     fields = options.cache_defaults | given
     if "head_shares" in fields:
         fields["head_shares"] = load_shares(fields["head_shares"])
-    if not has_budget(options):
-        return from_config(H2OConfig(**fields))
-    for name in ("heavy", "recent"):
-        if name in fields:
-            raise ValueError(f"pass either a budget or {option_name(name)}, not both")
+    parts = [name for name in ("heavy", "recent") if name in fields]
+    if parts and has_budget(options):
+        raise ValueError(f"pass either a budget or {option_name(parts[0])}, not both")
     if options.preset is None:
-        if "budget_unit" in fields:
+        if "budget_unit" in fields and not parts:
             raise ValueError("--budget-unit requires --preset, or --heavy and --recent")
         return from_config(H2OConfig(budget=options.budget, **fields))
     profile = None
@@ -187,11 +195,11 @@ def make_setting(options: argparse.Namespace) -> Setting:
     elif options.preset == "calibrated":
         raise ValueError("--preset calibrated needs a profile: --profile FILE or shipped, not echo")
     unit = fields.pop("budget_unit", "keys")
-    budget = PRESET_BUDGET if options.budget is None else options.budget
+    budget = DEFAULT_BUDGET if options.budget is None else options.budget
     config = H2OConfig.preset(options.preset, budget, unit, profile)
     kind = options.preset + "-bytes" * (unit == "bytes")
-    parts = [f"{kind}:{budget}", *(f"{x}={given[x]}" for x in given if x in fields)]
-    return Setting("/".join(parts), "h2o", dataclasses.replace(config, **fields))
+    named = [f"{kind}:{budget}", *(f"{x}={given[x]}" for x in given if x in fields)]
+    return Setting("/".join(named), "h2o", dataclasses.replace(config, **fields))
 
 
 def make_settings(

@@ -7,6 +7,7 @@ import inspect
 from typing import Any, get_args
 
 from h2o.budgets import (
+    DEFAULT_BUDGET,
     Amount,
     Budget,
     BudgetUnit,
@@ -22,7 +23,7 @@ from h2o.budgets import (
 )
 from h2o.config.fields import ConfigFields, Positions
 from h2o.config.head_budgets import NAMED, SHARED_TWICE, check_table
-from h2o.config.presets import Presets
+from h2o.config.presets import Presets, echo_fields, warn_of_few_keys
 from h2o.config.profile import Profile
 from h2o.kv_dtype import QUANTIZED, KvDtype, bytes_per_token, fewest_bits
 from h2o.model_identity import config_of, describe, key_size, latent_row
@@ -41,31 +42,35 @@ class H2OConfig(Presets):
     """Number of keys that each row, layer and key/value head may keep, and how they are chosen.
 
     The budget is k = sinks + heavy + recent. The cache keeps the first `sinks` tokens of a row, its
-    `recent` newest tokens, and the `heavy` highest-ranked of the others. The default is the
-    authors' setting: a tenth of the prompt for heavy hitters and a tenth for recent tokens (Zhang
-    et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models",
-    NeurIPS 2023), but at least `min_tokens` keys, so that a short prompt is kept whole.
+    `recent` newest tokens, and the `heavy` highest-ranked of the others. Without `budget`, `heavy`
+    and `recent` the budget is `DEFAULT_BUDGET`: H2OConfig() is the same as H2OConfig(budget=0.2).
+    The setting of the paper is `H2OConfig.authors(0.2)`, a tenth of the prompt for heavy hitters
+    and a tenth for recent tokens (Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative
+    Inference of Large Language Models", NeurIPS 2023).
 
-    All fields are keyword-only.
+    All fields are keyword-only. An int budget of fewer than `FEWEST_KEYS` keys is usually meant as
+    a percentage, so making such a config gives a UserWarning.
 
     Raises: TypeError for a value that is not a number (a bool does not count as one) and for a
     positional argument, ValueError for a number out of range and for a total budget of 0.
     """
 
-    budget: Amount | None = None
+    budget: Amount | None = dataclasses.field(default=None, compare=False)
     """One number instead of `heavy` and `recent`: a float in (0, 1] is a share of the bytes that
     the prompt takes in a full cache, an int is a number of tokens. It selects the recommended
-    preset (`H2OConfig.recommended`); other fields that you give override the preset's. `for_model`
-    fills in `heavy` and `recent`."""
+    preset (`H2OConfig.recommended`); other fields that you give override the preset's. It is
+    `DEFAULT_BUDGET` if neither `heavy` nor `recent` is given, and None if one of them is. Equality
+    ignores it, because `heavy` and `recent` hold its two parts."""
     heavy: Budget = 0.1
     """Number of tokens kept for the attention that they have received. An int is a number of
     tokens. A float in [0, 1] is a fraction of the row's own prompt: `int(fraction * n)` tokens for
     a prompt of n, but at least one unless the fraction is 0. So 1 is one token, and 1.0 is the
     whole prompt. A list has one amount for each layer of the model; a function
     `(layer, layers) -> amount` computes them. A layer's amount may itself be a list with one amount
-    for each key/value head."""
+    for each key/value head. 0.1 if only `recent` is given."""
     recent: Budget = 0.1
-    """Number of newest tokens kept regardless of their rank, given like `heavy`."""
+    """Number of newest tokens kept regardless of their rank, given like `heavy`. 0.1 if only
+    `heavy` is given."""
     sinks: int = 0
     """Number of initial tokens of each row that are never evicted (Xiao et al., "Efficient
     Streaming Language Models with Attention Sinks", ICLR 2024)."""
@@ -118,14 +123,17 @@ class H2OConfig(Presets):
             )
         check_names(fields.keys() - {x.name for x in dataclasses.fields(cls)}, PARAMETERS)
         self = super().__new__(cls)
-        if fields.get("budget") is not None:
+        if fields:  # pickle and copy pass none, and restore the fields themselves
             object.__setattr__(self, "_given", frozenset(fields))
         return self
 
     def __post_init__(self) -> None:
         put = object.__setattr__  # frozen; the fields become plain Python numbers
+        given = self.__dict__.pop("_given", frozenset())
+        if self.budget is None and not given & {"heavy", "recent"}:
+            put(self, "budget", DEFAULT_BUDGET)
         if self.budget is not None:
-            self._take_preset(self.__dict__.pop("_given"))
+            self._take_preset(given)
         for name in ("heavy", "recent"):
             put(self, name, check_budget(name, getattr(self, name)))
         put(self, "min_tokens", check_tokens("min_tokens", self.min_tokens))
@@ -163,6 +171,13 @@ class H2OConfig(Presets):
         if self.head_shares is not None and by_head:
             raise ValueError(SHARED_TWICE)
         check_total(self.heavy, self.recent, self.sinks)
+        is_copy = "_token_bytes" in given  # from a preset, dataclasses.replace or a file
+        if not is_copy:
+            warn_of_few_keys(
+                {"heavy": self.heavy, "recent": self.recent}
+                if self.budget is None
+                else {"budget": self.budget}
+            )
 
     def __getattr__(self, name: str) -> Any:
         """Called for an attribute that does not exist, such as a method of caches."""
@@ -172,13 +187,14 @@ class H2OConfig(Presets):
         )
 
     def __eq__(self, other: object) -> bool:
-        """Whether all fields are equal. One token is not 1.0 of the prompt, although 1 == 1.0."""
+        """Whether all fields except `budget` are equal. One token is not 1.0 of the prompt,
+        although 1 == 1.0."""
         if not isinstance(other, H2OConfig):
             return NotImplemented
 
         def compared(config: H2OConfig) -> tuple[list[Any], list[type]]:
-            amounts = flatten((config.budget, config.heavy, config.recent))
-            values = [getattr(config, field.name) for field in dataclasses.fields(config)]
+            amounts = flatten((config.heavy, config.recent))
+            values = [getattr(config, x.name) for x in dataclasses.fields(config) if x.compare]
             return values, list(map(type, amounts))
 
         return compared(self) == compared(other)
@@ -191,7 +207,7 @@ class H2OConfig(Presets):
     def recommended(cls, budget: Amount) -> H2OConfig:
         """The preset that `budget=` alone selects: `echo`. A float is a share of a full cache's
         bytes, an int a number of tokens."""
-        return cls.preset("echo", budget, "bytes" if isinstance(budget, float) else "keys")
+        return cls.preset("echo", budget, cls._recommended_unit(budget))
 
     @property
     def policy(self) -> Policy:
@@ -213,14 +229,20 @@ class H2OConfig(Presets):
         )
 
     @property
+    def with_defaults(self) -> H2OConfig:
+        """The defaults of all other fields beside this config's `budget`, or beside `heavy` and
+        `recent`. Repr and names of settings leave these out."""
+        amounts = {"heavy": 0.1, "recent": 0.1} if self.budget is None else {"budget": self.budget}
+        return H2OConfig(**amounts, _token_bytes=None)
+
+    @property
     def needs_prompt_length(self) -> bool:
         """Whether the budget of any layer is a fraction."""
-        amounts = (self.heavy, self.recent) if self.budget is None else self.budget
-        return any(isinstance(x, float) for x in flatten(amounts))
+        return any(isinstance(x, float) for x in flatten((self.heavy, self.recent)))
 
     def for_model(self, model: Any) -> H2OConfig:
-        """Fill in the fields that depend on the model: the amounts of a `budget`, the shipped
-        profile, the bits of a stored value, the bytes of a token.
+        """Fill in the fields that depend on the model: the shipped profile, the bits of a stored
+        value, the bytes of a token.
 
         Args:
             model: a transformers model or its config.
@@ -229,8 +251,6 @@ class H2OConfig(Presets):
         TypeError if `model` is neither a model nor a config.
         """
         config = config_of(model)
-        if self.budget is not None:
-            return dataclasses.replace(self, budget=None).for_model(model)
         shares, kv_dtype = self.head_shares, self.kv_dtype
         token_bytes = self._token_bytes
         if isinstance(shares, str) and shares == "shipped":
@@ -255,10 +275,6 @@ class H2OConfig(Presets):
 
         All layers must have the same budget. If heads differ, this is their mean, rounded down.
         """
-        if self.budget is not None:
-            raise ValueError(
-                f"budget={self.budget} depends on the model: call config.for_model(model) first"
-            )
         pairs = pair_amounts(self.layer_amounts(0, 1), "key/value head")
         more = n, self.sinks, self._token_bytes, self.min_tokens
         return mean_pair([count_pair(pair, *more) for pair in pairs])
@@ -280,6 +296,10 @@ class H2OConfig(Presets):
         check_total((heavy,), (recent,), self.sinks)
         return heavy, recent
 
+    @staticmethod
+    def _recommended_unit(budget: Amount) -> BudgetUnit:
+        return "bytes" if isinstance(budget, float) else "keys"
+
     def _take_preset(self, given: frozenset[str]) -> None:
         """Fill in the preset selected by `budget`, except for the fields that were given."""
         put = object.__setattr__
@@ -291,13 +311,12 @@ class H2OConfig(Presets):
                 f'budget={self.budget} is a number of tokens, but budget_unit="bytes" needs a '
                 "share: write a float, such as budget=0.2, or leave out budget_unit"
             )
-        preset = self.recommended(self.budget)
-        for field in dataclasses.fields(self):
-            if field.name not in given:
-                put(self, field.name, getattr(preset, field.name))
-        if self.score_by != preset.score_by and "head_shares" not in given:
+        preset = echo_fields(self.budget, self._recommended_unit(self.budget))
+        for name in preset.keys() - given:
+            put(self, name, preset[name])
+        if self.score_by != preset["score_by"] and "head_shares" not in given:
             put(self, "head_shares", None)  # sharing by echo requires ranking by echo
-        if (self.heavy, self.recent) != (preset.heavy, preset.recent):
+        if (self.heavy, self.recent) != (preset["heavy"], preset["recent"]):
             raise ValueError(
                 f"budget={self.budget} already determines heavy and recent: give either budget, or "
                 "heavy and recent. To change the budget of a config, make a new config"

@@ -11,15 +11,45 @@ from h2o.budgets import (
     Budget,
     BudgetUnit,
     check_whole_budget,
+    explain_few_keys,
     split_heavy_recent,
 )
-from h2o.kv_dtype import KvDtype
+from h2o.utils.user_warning import warn_user
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 PRESETS = ("authors", "robust", "echo", "calibrated")
 """Names of the presets that accept a budget in keys or in bytes; see `H2OConfig.preset`."""
+
+
+def warn_of_few_keys(amounts: dict[str, Any]) -> None:
+    """Give the UserWarning of `h2o.budgets.explain_few_keys`, if there is one."""
+    if text := explain_few_keys(amounts):
+        warn_user(text)
+
+
+def robust_fields(budget: Amount, budget_unit: BudgetUnit) -> dict[str, Any]:
+    """The fields of `Presets.robust`."""
+    sinks = 4 if isinstance(budget, float) else min(4, budget // 4)
+    heavy, recent = split_heavy_recent(
+        budget if isinstance(budget, float) else budget - sinks, 0.75
+    )
+    return {
+        "heavy": heavy,
+        "recent": recent,
+        "sinks": sinks,
+        "score_by": "mean",
+        "value_weighted": True,
+        "budget_unit": budget_unit,
+        "kv_dtype": "auto" if budget_unit == "bytes" else None,
+    }
+
+
+def echo_fields(budget: Amount, budget_unit: BudgetUnit) -> dict[str, Any]:
+    """The fields of `Presets.echo`."""
+    echo = {"score_by": "mean-echo", "head_shares": "echo"}
+    return robust_fields(budget, budget_unit) | echo
 
 
 class Presets:
@@ -50,11 +80,18 @@ class Presets:
         return made
 
     @classmethod
+    def _make(cls, budget: Amount, fields: dict[str, Any]) -> Self:
+        """Make a config with fields computed from `budget`, and warn of few keys in terms of it."""
+        warn_of_few_keys({"budget": budget})
+        return cls(**fields, _token_bytes=None)
+
+    @classmethod
     def authors(cls, budget: Amount, budget_unit: BudgetUnit = "keys") -> Self:
         """The published algorithm: half of the budget for heavy hitters, half for recent tokens, no
         `min_tokens`."""
         heavy, recent = split_heavy_recent(check_whole_budget(budget), 0.5)
-        return cls(heavy=heavy, recent=recent, budget_unit=budget_unit, min_tokens=0)
+        fields = {"heavy": heavy, "recent": recent, "budget_unit": budget_unit}
+        return cls._make(budget, fields | {"min_tokens": 0})
 
     @classmethod
     def robust(cls, budget: Amount, budget_unit: BudgetUnit = "keys") -> Self:
@@ -68,21 +105,7 @@ class Presets:
         that 2.2 times as many fit as in bfloat16. (Values take eight bits too if the head dimension
         is not a multiple of 32.)
         """
-        budget = check_whole_budget(budget)
-        sinks = 4 if isinstance(budget, float) else min(4, budget // 4)
-        heavy, recent = split_heavy_recent(
-            budget if isinstance(budget, float) else budget - sinks, 0.75
-        )
-        stored: KvDtype | None = "auto" if budget_unit == "bytes" else None
-        return cls(
-            heavy=heavy,
-            recent=recent,
-            sinks=sinks,
-            score_by="mean",
-            value_weighted=True,
-            budget_unit=budget_unit,
-            kv_dtype=stored,
-        )
+        return cls._make(budget, robust_fields(check_whole_budget(budget), budget_unit))
 
     @classmethod
     def calibrated(
@@ -106,9 +129,7 @@ class Presets:
         layers and heads, the heavy hitters are the keys with the highest echo
         (`head_shares="echo"`). Decode steps work as in `robust`.
         """
-        return dataclasses.replace(
-            cls.robust(budget, budget_unit), score_by="mean-echo", head_shares="echo"
-        )
+        return cls._make(budget, echo_fields(check_whole_budget(budget), budget_unit))
 
     @classmethod
     def full(cls) -> Self:

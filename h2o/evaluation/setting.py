@@ -198,7 +198,7 @@ def from_options(variant: str = "h2o", **policy: Any) -> Setting:
 def from_config(config: H2OConfig, variant: str = "h2o") -> Setting:
     """The setting of a config, unchanged. Raises: TypeError for anything but an H2OConfig."""
     check_config(config)
-    plain = dataclasses.asdict(H2OConfig(budget=config.budget, min_tokens=0))
+    plain = dataclasses.asdict(config.with_defaults) | {"min_tokens": 0}
     fields = dataclasses.asdict(config)
     if not config.shares_by_echo:
         fields["head_shares"] = plain["head_shares"]
@@ -209,7 +209,10 @@ def from_config(config: H2OConfig, variant: str = "h2o") -> Setting:
     amounts = f"{config.heavy}+{config.recent}"
     if config.budget is not None:
         if variant != "h2o":
-            raise ValueError(f"variant {variant} needs heavy and recent, not a budget")
+            raise ValueError(
+                f"variant {variant} needs heavy and recent, such as heavy=0.1, recent=0.1, not "
+                f"budget={config.budget}"
+            )
         kind, amounts = "budget", f"{config.budget}"
     return Setting(f"{kind}:{amounts}{options}", variant, config)
 

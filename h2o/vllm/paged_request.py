@@ -61,7 +61,7 @@ def with_budget(config: H2OConfig, arguments: dict[str, Any]) -> H2OConfig | Non
     if not wanted:
         return None
     amounts = {name.removeprefix("h2o_"): check_amount(name, x) for name, x in wanted.items()}
-    return dataclasses.replace(config, **amounts)
+    return dataclasses.replace(config, budget=None, **amounts)
 
 
 def prefix_tokens(arguments: Mapping[str, Any], prompt: int) -> int:

@@ -165,8 +165,9 @@ class Requests(Unchanged, ProcessorOfV1, ProcessorOfV2):
         """Raise ValueError for a wrong budget, pin or prefix. vLLM answers with status 400."""
         try:
             arguments = sampling_params.extra_args or {}
-            with_budget(H2OConfig(), arguments)
-            with_pins(H2OConfig(), arguments)
+            any_config = H2OConfig(heavy=0.1, recent=0.1)  # the server's is not known here
+            with_budget(any_config, arguments)
+            with_pins(any_config, arguments)
             prefix_tokens(arguments, 0)
         except TypeError as error:
             raise ValueError(str(error)) from error

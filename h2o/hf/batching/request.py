@@ -200,9 +200,8 @@ class Settings:
         if request.config is not None:
             config = request.config.for_model(self.model)
             config = get_plan(self.model, text_config_of(self.model.config), config).h2o_config
-            budgets = {
-                name: getattr(self.config, name) for name in ("heavy", "recent", "budget_unit")
-            }
+            names = ("budget", "heavy", "recent", "budget_unit")
+            budgets = {name: getattr(self.config, name) for name in names}
             if dataclasses.replace(config, **budgets) != self.config:
                 raise ValueError(
                     f"a request's config may differ from the call's only in heavy, recent and "

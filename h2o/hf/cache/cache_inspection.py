@@ -244,14 +244,16 @@ def _report_other(index: int, layer: Any) -> LayerReport:
 def _brief(config: H2OConfig) -> str:
     """Format the budget and all fields that differ from their defaults as keyword arguments.
 
-    `head_shares` is abbreviated to "...".
+    The defaults are those of a config with the same budget. A table or profile in `head_shares` is
+    abbreviated to "...".
     """
-    default = H2OConfig()
-    shown = []
+    default, shown = config.with_defaults, []
     for name in PARAMETERS:
         value = getattr(config, name)
         if isinstance(value, float):
             value = round(value, 6)
-        if name in ("heavy", "recent") or value != getattr(default, name):
-            shown.append((name, "..." if name == "head_shares" else repr(value)))
+        is_shares = name == "head_shares" and not isinstance(value, str | None)
+        is_amount = name == "budget" or (config.budget is None and name in ("heavy", "recent"))
+        if (is_amount and value is not None) or value != getattr(default, name):
+            shown.append((name, "..." if is_shares else repr(value)))
     return ", ".join(f"{name}={value}" for name, value in shown)

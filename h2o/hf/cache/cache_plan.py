@@ -185,11 +185,12 @@ def get_plan(model: Any, config: Any, h2o_config: H2OConfig) -> CachePlan:
     shares = h2o_config.head_shares
     if isinstance(shares, Profile) or (isinstance(shares, str) and shares == "shipped"):
         h2o_config = h2o_config.for_model(model)  # compares weights, if it is a model
-    amounts = h2o_config.budget, h2o_config.heavy, h2o_config.recent
     # A user's function may return another amount the next time.
-    is_plain = not any(map(callable, amounts)) and isinstance(shares, _PLAIN_SHARES)
+    is_plain = not (callable(h2o_config.heavy) or callable(h2o_config.recent))
+    is_plain = is_plain and isinstance(shares, _PLAIN_SHARES)
     for known, made_for, plan in _recent if is_plain else ():
-        if made_for == h2o_config and _are_alike(known, config):
+        is_alike = made_for == h2o_config and made_for.budget == h2o_config.budget
+        if is_alike and _are_alike(known, config):
             return plan
     config = copy.deepcopy(config)  # the owner may modify the original
     with torch.inference_mode(False), torch.device("cpu"):  # independent of the caller's context

@@ -340,8 +340,8 @@ def check(
     plain = (config.policy, config.head_shares, config.kv_dtype) == (Policy(), None, None)
     if masks is not None and (pins or not plain):
         raise ValueError(
-            f"masks {masks.name!r} support heavy and recent only, not sinks, score_by, decay, "
-            "value_weighted, head_shares, kv_dtype or pinned"
+            f"masks {masks.name!r} support heavy and recent only, such as heavy=0.1, recent=0.1, "
+            "not budget, sinks, score_by, decay, value_weighted, head_shares, kv_dtype or pinned"
         )
     prompts = check_prompt_length(prompt_length)
     if ratio_of not in ("text", "prompt"):

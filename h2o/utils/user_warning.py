@@ -1,0 +1,22 @@
+"""Warnings that point to the line of the user's program, however deep inside h2o they are given."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from types import FrameType
+
+OWN = ("h2o", "contextlib")
+"""Packages whose frames are not the user's: h2o, and the with blocks that it makes."""
+
+
+def warn_user(text: str) -> None:
+    """Give a UserWarning at the innermost frame outside h2o."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and _is_own(frame):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)
+
+
+def _is_own(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in OWN
