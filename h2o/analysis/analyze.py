@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from h2o.analysis.given_config import resolve_for_text
 from h2o.analysis.result import Analysis
 from h2o.budgets import check_prompt_length
-from h2o.config import H2OConfig, resolve_config
+from h2o.config import H2OConfig
 from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.model_traits.wrappers import input_device
 
@@ -49,6 +50,7 @@ def analyze(
         h2o_config: an `H2OConfig`. Its fields can be passed as keywords instead: `heavy`,
             `recent`, ... Fractions are of the text. `heavy` is also the number of heavy hitters,
             which `min_tokens` raises in short texts: with `min_tokens=0` it is the fraction itself.
+            If keywords without `min_tokens` are raised, a UserWarning says so.
         prompt_length: number of tokens before the first eviction. 1 evicts from the very beginning.
 
     Raises:
@@ -57,9 +59,9 @@ def analyze(
         ValueError: attention is not finite, as with weights that overflow float16.
     """
     parameters.pop("token_type_ids", None)  # some tokenizers return them, decoders ignore them
-    config = resolve_config(h2o_config, parameters, analyze).for_model(model)
-    input_device(model)  # raises for a model without weights
     ids = _one_text(input_ids, attention_mask)
+    config = resolve_for_text(h2o_config, parameters, analyze, model, len(ids))
+    input_device(model)  # raises for a model without weights
     if (part := tensor_parallel.part_of_heads(model)) != tensor_parallel.WHOLE:
         raise ValueError(
             "analyze() shows all heads of a model, but this is "

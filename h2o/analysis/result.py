@@ -1,4 +1,4 @@
-"""`Analysis`, the result of `h2o.analyze`: measurements of a text, their summaries and plots."""
+"""`Analysis`, the result of `h2o.analyze`: measures one text, and summarizes and plots it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor
 from h2o.analysis import measures, removal
 from h2o.analysis.collect import Attention, attend, forward, sparsity, watch
 from h2o.analysis.figures import FIGURES
-from h2o.config import H2OConfig, resolve_config
+from h2o.analysis.given_config import resolve_for_text
+from h2o.config import H2OConfig
 from h2o.config.layer_plan import LayerPlan
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
 from h2o.hf.simulation.simulation import simulated
@@ -287,8 +288,8 @@ class Analysis:
         another forward pass.
         """
         check_flag("per_token", per_token)
-        given = h2o_config or parameters
-        chosen = resolve_config(h2o_config, parameters, self.retained_mass) if given else None
+        given, how = h2o_config or parameters, (h2o_config, parameters, self.retained_mass)
+        chosen = resolve_for_text(*how, self.model, len(self)) if given else None
         mass = self.simulate_cache(chosen)[self._check_layer(layer)].retained
         return mass if per_token else mass.mean(-1)
 

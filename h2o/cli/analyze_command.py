@@ -90,6 +90,7 @@ def measure(options: argparse.Namespace) -> None:
     """Load the model, measure, and write the page. Progress goes to stderr."""
     from h2o.analysis.analyze import analyze
     from h2o.analysis.figures import OWN
+    from h2o.analysis.given_config import explain_floor
     from h2o.analysis.page import LONGEST, write
 
     log = stopwatch()
@@ -104,6 +105,9 @@ def measure(options: argparse.Namespace) -> None:
             f"a page shows at most {LONGEST} tokens, not {ids.shape[1]}: pass --tokens {LONGEST}"
         )
     log(f"running {ids.shape[1]} of {total} tokens, with full attention and with the cache")
+    floor = explain_floor(model, config.for_model(model), ids.shape[1])
+    if floor and options.min_tokens is None:
+        log(floor)
     a = analyze(model, ids, h2o_config=config, prompt_length=options.prompt_length)
     for setting in settings:
         log(f"cache {setting.name}")

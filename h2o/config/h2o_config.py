@@ -229,6 +229,17 @@ class H2OConfig(Presets):
         )
 
     @property
+    def described_budget(self) -> str:
+        """The budget in the words of the user, "budget=0.2" or "heavy=0.1, recent=0.1", for
+        messages. "the budget" if it differs by layer."""
+        amounts = {"heavy": self.heavy, "recent": self.recent}
+        if self.budget is not None:
+            amounts = {"budget": self.budget}
+        if not all(isinstance(x, int | float) for x in amounts.values()):
+            return "the budget"
+        return ", ".join(f"{name}={amount}" for name, amount in amounts.items())
+
+    @property
     def with_defaults(self) -> H2OConfig:
         """The defaults of all other fields beside this config's `budget`, or beside `heavy` and
         `recent`. Repr and names of settings leave these out."""

@@ -146,6 +146,20 @@ class LayerPlan:
         held, fractions = self.head_tokens(n), self.head_tokens(n, min_tokens=0)
         return list(map(sum, held)) != list(map(sum, fractions))
 
+    def explain_floor(self, n: int) -> str:
+        """Explain how `min_tokens` raises the budget for a text of n tokens; empty if it does
+        not."""
+        if not self.is_floored(n):
+            return ""
+        fraction, raised = (
+            self.sinks + sum(mean_pair(self.head_tokens(n, min_tokens=x))) for x in (0, self.floor)
+        )
+        return (
+            f"{self.config.described_budget} of {n} tokens is {fraction} keys per head, but "
+            f"min_tokens={self.floor} raises it to {raised}. Pass min_tokens=0 for the fraction "
+            f"itself, or min_tokens={self.floor} to measure what a cache keeps by default"
+        )
+
     def tokens(self, n: int) -> tuple[int, int]:
         """The mean (heavy, recent) of the heads in tokens, rounded down."""
         return mean_pair(self._pair_tokens(n, self.config.min_tokens))

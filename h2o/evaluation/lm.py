@@ -29,7 +29,13 @@ from h2o import compat, models
 from h2o.config import PARAMETERS, H2OConfig
 from h2o.evaluation import needles, protocols, windows
 from h2o.evaluation.model_fit import check_supported
-from h2o.evaluation.protocols import Tally, check, one_token_notes
+from h2o.evaluation.protocols import (
+    CONTEXT_REMEDY,
+    Tally,
+    check,
+    one_token_notes,
+    without_prompt_notes,
+)
 from h2o.evaluation.published_masks import MASKS
 from h2o.evaluation.questions import question_tokens
 from h2o.evaluation.setting import Setting, from_config, from_options
@@ -161,9 +167,13 @@ class H2OLM(HFLM):
         }
 
     def get_model_info(self) -> dict[str, Any]:
+        notes = []
         if self.protocol == "drop":
-            for note in one_token_notes(self.tally, [self.setting]):
-                log.warning(note)
+            notes = one_token_notes(self.tally, [self.setting])
+        elif self.protocol == "simulate" and self.prompt_length == 1:
+            notes = without_prompt_notes([self.setting], CONTEXT_REMEDY)
+        for note in notes:
+            log.warning(note)
         return super().get_model_info() | {"h2o": self.describe()}
 
     def _loglikelihood_tokens(

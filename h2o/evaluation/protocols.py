@@ -110,15 +110,23 @@ def one_token_notes(tally: Tally, settings: Iterable[Setting]) -> list[str]:
     return notes
 
 
-def without_prompt_notes(settings: Iterable[Setting]) -> list[str]:
-    """Warnings about settings that rank by echo, for windows that have no prompt to rank."""
+WINDOW_REMEDY = "pass --prompt-length, such as half of --window"
+CONTEXT_REMEDY = "pass --protocol drop, which makes the context the prompt"
+
+
+def without_prompt_notes(settings: Iterable[Setting], remedy: str) -> list[str]:
+    """Warnings about settings that rank by echo, for texts that have no prompt to rank.
+
+    Args:
+        remedy: what gives the text a prompt, `WINDOW_REMEDY` or `CONTEXT_REMEDY`.
+    """
     names = [setting.name for setting in settings if setting.config.score_by == "mean-echo"]
     if not names:
         return []
     return [
-        f"a window without a prompt has no echo: {', '.join(names)} rank by mean attention, with "
-        "equal budgets for all heads unless a profile divides them. Pass --prompt-length, such as "
-        "half of --window"
+        f"{', '.join(names)}: there is no prompt, and so no echo. Keys are ranked by mean "
+        "attention, and all heads have equal budgets unless a profile divides them, as in robust "
+        f"and robust-bytes. For echo {remedy}"
     ]
 
 

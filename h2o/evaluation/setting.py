@@ -23,7 +23,9 @@ VARIANTS = ("local", "global", "flexgen")
 
 GRAMMAR = f"""\
 full                    every key is kept
-budget:BUDGET           H2OConfig(budget=BUDGET), the preset recommended for the model
+budget:BUDGET           H2OConfig(budget=BUDGET), the preset recommended for the model; like
+                        robust-bytes without a prompt, as in the default protocol of --tasks and
+                        --perplexity (robust if BUDGET is a number of tokens)
 h2o:HEAVY+RECENT        heavy hitters and recent keys; h2o:0.2+0 is heavy hitters only
 h2o:BUDGET              the same, with half of the budget for each
 local:RECENT            only the recent keys, a sliding window

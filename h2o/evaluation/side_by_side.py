@@ -24,7 +24,14 @@ from h2o.errors import UserError
 from h2o.evaluation.cache_bytes import bytes_share
 from h2o.evaluation.lm import GENERATES, H2OLM, POLICY
 from h2o.evaluation.model_fit import check_fit
-from h2o.evaluation.protocols import Tally, check, one_token_notes, without_prompt_notes
+from h2o.evaluation.protocols import (
+    CONTEXT_REMEDY,
+    WINDOW_REMEDY,
+    Tally,
+    check,
+    one_token_notes,
+    without_prompt_notes,
+)
 from h2o.evaluation.setting import Setting
 from h2o.evaluation.text_table import table
 from h2o.evaluation.text_tasks import Samples, TextTask
@@ -130,7 +137,9 @@ def compare(
         notes[:0] = one_token_notes(of_any["tally"], settings)
     units = dict.fromkeys(of_any["config"]["h2o"]["fractions_of"].values())
     if "window" in units:
-        notes[:0] = without_prompt_notes(settings)
+        notes[:0] = without_prompt_notes(settings, WINDOW_REMEDY)
+    elif protocol == "simulate" and prompt_length == 1:
+        notes[:0] = without_prompt_notes(settings, CONTEXT_REMEDY)
     first = f"{origin['model']}, protocol {protocol}, fractions of the {' or the '.join(units)}"
     return "\n".join([first, "", as_table(measured, tasks, lm.model), "", *notes])
 

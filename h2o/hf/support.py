@@ -68,7 +68,8 @@ class Support:
     not_images: str = ""
     """Why the model's images are not supported, and what to do instead; empty otherwise."""
     not_echo: str = ""
-    """What replaces `H2OConfig.echo` for the model, and why; empty if the model can use echo."""
+    """What replaces the policy of `budget=` (`H2OConfig.echo`) for the model, and why; empty if the
+    model can use echo."""
 
     def __bool__(self) -> bool:
         return self.supported
@@ -87,7 +88,7 @@ class Support:
         reasons = {
             'positions="cache_relative" is not supported: ': self.not_cache_relative,
             "images are not supported: ": self.not_images,
-            "instead of H2OConfig.echo: ": self.not_echo,
+            "with budget=: ": self.not_echo,
         }
         return "".join(parts + [f"; {what}{why}" for what, why in reasons.items() if why])
 

@@ -6,12 +6,12 @@ import sys
 import warnings
 from types import FrameType
 
-OWN = ("h2o", "contextlib")
-"""Packages whose frames are not the user's: h2o, and the with blocks that it makes."""
+OWN = ("h2o", "contextlib", "torch", "transformers")
+"""Packages whose frames are not the user's: h2o, and those that call it."""
 
 
 def warn_user(text: str) -> None:
-    """Give a UserWarning at the innermost frame outside h2o."""
+    """Give a UserWarning at the innermost frame outside `OWN`."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and _is_own(frame):
         level, frame = level + 1, frame.f_back

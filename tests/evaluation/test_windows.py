@@ -164,7 +164,7 @@ def test_without_a_prompt_there_is_no_echo(folder, text, tmp_path, capsys, proto
         out = capsys.readouterr().out
         rows = table_of(out)
         assert (rows["robust:20"]["perplexity"] == rows["echo:20"]["perplexity"]) == is_noted
-        assert ("a window without a prompt has no echo: echo:20 rank" in out) == is_noted
+        assert ("echo:20: there is no prompt, and so no echo" in out) == is_noted
 
 
 def test_a_last_window_without_tokens_to_score_is_left_out(tokenizer):

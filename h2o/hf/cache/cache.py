@@ -263,6 +263,7 @@ class H2OCache(CacheInspection):
             raise no_new_tokens(seen)
         sizes = super().get_mask_sizes(query_length, layer_idx)  # before another thread changes it
         check_text(self, seen, query_length)
+        self._warn_of_growth(seen, query_length)
         return sizes
 
     def reset(self) -> None:

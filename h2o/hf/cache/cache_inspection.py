@@ -20,10 +20,11 @@ from h2o.config import PARAMETERS, H2OConfig
 from h2o.hf.cache_state import recurrent_states
 from h2o.hf.cache_state.kept_keys import Kept, KeptToken
 from h2o.hf.cache_state.pass_guard import PassGuard, in_use_elsewhere
-from h2o.hf.cache_state.report import LayerReport, Report
+from h2o.hf.cache_state.report import LayerReport, Report, explain_growth, has_outgrown
 from h2o.hf.cache_state.rope_deltas import put_rope_deltas
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.model_traits.layer_kinds import CROSS_ATTENTION, has_states, kind_of
+from h2o.utils.user_warning import warn_user
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -41,6 +42,7 @@ class CacheInspection(Cache):
     guard: PassGuard
     config: H2OConfig
     """The settings as resolved for the model. A cache made with them has the same budgets."""
+    _has_warned_of_growth = False
 
     def __new__(cls, *given: Any, **parameters: Any) -> Self:
         """Raise TypeError for H2OCache(model, config=...), for which Python's message misleads."""
@@ -166,7 +168,37 @@ class CacheInspection(Cache):
             or guard.has_missed_states
             or len(set(self._columns_seen())) > 1
         )
-        return Report(reports, broken=is_broken, echo_replacement=self.echo_replacement)
+        return Report(
+            reports,
+            broken=is_broken,
+            echo_replacement=self.echo_replacement,
+            budget=self.config.described_budget,
+            prompt_tokens=self._prompt_tokens(),
+        )
+
+    def _prompt_tokens(self) -> int:
+        """Tokens of the longest prompt, if the budget is a fraction of it; 0 for a budget in tokens
+        and before the prompt."""
+        lengths = self.guard.prompt_length
+        h2o_layers = (layer for layer in self.layers if isinstance(layer, H2OLayer))
+        first = next((x.prompt_columns for x in h2o_layers if x.plan.needs_prompt_length), 0)
+        if lengths is None or first == 0:
+            return first
+        return max([lengths] if isinstance(lengths, int) else lengths)
+
+    def _warn_of_growth(self, seen: int, new_tokens: int) -> None:
+        """Warn once if a turn or a chunk of `new_tokens` tokens, after `seen` others, is evicted
+        down to a fraction of a much shorter prompt."""
+        if new_tokens < 2 or seen == 0 or self._has_warned_of_growth:
+            return
+        total, prompt_tokens = seen + new_tokens, self._prompt_tokens()
+        if has_outgrown(total, prompt_tokens) and any(
+            total > max(layer.capacity.widest, default=0)
+            for layer in self.layers
+            if isinstance(layer, H2OLayer)
+        ):
+            self._has_warned_of_growth = True
+            warn_user(explain_growth(self.config.described_budget, prompt_tokens, total))
 
     def is_prompt_only(self) -> bool:
         """Whether the cache has seen a single forward pass."""

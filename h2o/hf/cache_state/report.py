@@ -95,6 +95,10 @@ class Report:
     echo_replacement: str = ""
     """What replaces `H2OConfig.echo`, or `score_by="mean-echo"`, and why, if the model or the
     positions do not support it."""
+    budget: str = ""
+    """The budget as the user wrote it, such as "budget=0.2" or "heavy=0.1, recent=0.1"."""
+    prompt_tokens: int = 0
+    """Tokens of the longest prompt, if the budget is a fraction of it; 0 for a budget in tokens."""
 
     @property
     def total(self) -> LayerReport:
@@ -139,19 +143,28 @@ class Report:
             )
         short = ""
         if self.echo_replacement:
-            short = f"Instead of echo: {self.echo_replacement}. "
+            is_preset = self.budget.startswith("budget=")
+            short = f"{self.budget if is_preset else 'Instead of echo'}: {self.echo_replacement}. "
         if total.floored:
             short += "Some heads keep min_tokens keys, more than their fraction. "
         elif total.raised:
             short += "The prompt is short: a fraction of it was rounded up to one token. "
+        longest = max(max(layer.seen, default=0) for layer in h2o_layers)
+        if any(total.evicted) and has_outgrown(longest, self.prompt_tokens):
+            short += f"{explain_growth(self.budget, self.prompt_tokens, longest)}. "
         if any(total.pinned):
             short += f"{total.pinned[0] / total.kept[0]:.1%} of the held tokens are pinned. "
+        has_free_slots = total.bytes_held > total.bytes_full
         if not any(total.evicted):
-            return short + "The budget was never reached: every token is held, as in a full cache."
+            return (
+                f"{short}The budget was never reached: every token is held, as in a full cache."
+                + (" The bytes include free slots." if has_free_slots else "")
+            )
         share = total.bytes_held / total.bytes_full
         held = (
             f"{short}The cache holds {total.kept[0] / total.seen[0]:.1%} of the tokens in "
-            f"{share:.1%} of the bytes of a full cache. "
+            f"{share:.1%} of the bytes of a full cache"
+            f"{', free slots included' if has_free_slots else ''}. "
         )
         if math.isnan(total.share_evicted):
             return f"{held}The attention to evicted tokens was not summed."
@@ -220,6 +233,26 @@ class Report:
 
     def _h2o_layers(self) -> list[LayerReport]:
         return [layer for layer in self.layers if layer.kind == "h2o"]
+
+
+GROWTH = 4
+"""A text has outgrown a budget that is a fraction of its prompt if it has more than this many times
+the prompt's tokens."""
+
+
+def has_outgrown(seen: int, prompt_tokens: int) -> bool:
+    """Whether a text of `seen` tokens has outgrown a fraction of its first `prompt_tokens` tokens.
+    False if `prompt_tokens` is 0."""
+    return seen > GROWTH * prompt_tokens > 0
+
+
+def explain_growth(budget: str, prompt_tokens: int, seen: int) -> str:
+    """Explain that a budget is a fraction of the prompt only."""
+    return (
+        f"{budget} was a fraction of the first {prompt_tokens} tokens, and the text now has {seen}:"
+        " for several turns or chunks give a number of tokens, such as budget=256, or "
+        "prompt_length=the length of the whole text"
+    )
 
 
 def _means(by_head: list[list[int]]) -> list[int]:

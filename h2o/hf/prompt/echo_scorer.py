@@ -79,15 +79,17 @@ def adapt_config(config: Any, h2o_config: H2OConfig) -> AdaptedConfig:
 
 
 def echo_replacement(config: Any) -> str:
-    """What replaces `H2OConfig.echo` for a model whose heads cannot share one budget, and why;
-    empty for any other model."""
+    """What replaces the policy of `budget=` (`H2OConfig.echo`) for a model whose heads cannot share
+    one budget, and why; empty for any other model."""
     return _describe_replacement(config, _rotary(config))
 
 
 def _describe_replacement(config: Any, rotary: ModelRotary | str) -> str:
     """What replaces one budget for all heads, and why; empty if nothing does."""
     if isinstance(rotary, str):
-        return f"H2OConfig.robust, because {rotary}"
+        return (
+            f"mean attention and equal budgets for all heads (H2OConfig.robust), because {rotary}"
+        )
     text = config.get_text_config(decoder=True)
     heads = len(full_layers(text)) * describe(config).get("num_key_value_heads", 1)
     if heads >= FEWEST_HEADS:

@@ -51,6 +51,7 @@ from h2o.hf.simulation.simulated_layer import (
 from h2o.hf.support import transformers_layers
 from h2o.number_checks import check_flag
 from h2o.policy import Policy
+from h2o.utils.user_warning import warn_user
 from h2o.utils.with_block import with_block
 
 
@@ -86,7 +87,8 @@ def simulated(
         model: a model that `H2OCache` supports. Layers without full attention are not changed.
         h2o_config: an `H2OConfig`, or instead of it its fields as keywords: `heavy`, `recent`,
             `sinks`, `score_by`, `decay`, `value_weighted`, `kv_dtype`, `head_shares`,
-            `min_tokens`, or one `budget`.
+            `min_tokens`, or one `budget`. If keywords without `min_tokens` give fractions of a text
+            so short that the lower limit of 128 keys decides, a UserWarning says so.
         masks: a rule that replaces the cache's policy and uses only `heavy` and `recent`, without
             `min_tokens`. `h2o.evaluation.published_masks.MASKS` has the rules with which the
             authors of H2O measured.
@@ -131,6 +133,7 @@ def simulated(
     simulation = Simulation(
         plans, masks, prompt_length, ratio_of, trace, mass, shared, rotary, pins
     )
+    simulation.explains_floor = h2o_config is None and "min_tokens" not in parameters
     attended = [*plans, *itertools.chain(*shared.values())]
     inner = unwrap(model)
     with (
@@ -161,6 +164,8 @@ class Simulation:
         pins: Pins,
     ) -> None:
         self._plans, self._masks = plans, masks
+        self.explains_floor = False
+        """Whether to warn, once, if `min_tokens` and not the fraction decides the budget."""
         self._prompt_length, self._ratio_of = prompt_length, ratio_of
         self._evicted_at: dict[int, Tensor] | None = {} if trace else None
         self._scores: dict[int, Tensor] | None = {} if trace else None
@@ -251,6 +256,9 @@ class Simulation:
         else:
             pins = dataclasses.replace(self._pins)  # a copy: several threads may run
             pins.begin([min(*each) for each in zip(prompts, lengths, strict=True)], mask, N)
+            if self.explains_floor and (explained := plan.explain_floor(min(bases))):
+                self.explains_floor = False
+                warn_user(explained)
             pinned, part = pins.counts(B, plan.sinks), tensor_parallel.part(call.module)
             budgets = prompt_budget.budgets_by_row(plan, bases, pinned)
             by_row = expand_to_heads(budgets, k.shape[1], part)
