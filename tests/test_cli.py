@@ -137,7 +137,7 @@ def test_info_for_readers(capsys):
 
 def test_info_about_a_model(tiny, tmp_path, capsys):
     assert cli.main(["info", "--model", tiny]) == 0
-    said = "llama: supported, 2 of 2 layers by h2o; instead of H2OConfig.echo: equal budgets"
+    said = "llama: supported, 2 of 2 layers by h2o; with budget=...: equal budgets"
     assert capsys.readouterr().out.startswith(said)
     (tmp_path / "config.json").write_text('{"model_type": "bloom"}')
     assert cli.main(["info", "--model", str(tmp_path), "--json"]) == 1
@@ -434,7 +434,7 @@ def test_comparison_for_readers(tiny, capsys, monkeypatch):
     assert cli.main([*arguments, "--compare"]) == 0
     text = capsys.readouterr().out
     lines = text.splitlines()
-    names = ["full", "h2o", "budget=0.1", "local"]
+    names = ["full", "budget=0.2", "budget=0.1", "local"]
     assert [line.split()[0] for line in lines if " held, prefill " in line] == names
     table = text[text.rindex("prompt of") :].splitlines()[1:]
     assert table[0].split() == names

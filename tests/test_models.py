@@ -23,7 +23,7 @@ needs_wheel = pytest.mark.skipif(
 )
 
 SUPPORTED = (
-    "supported, 2 of 2 layers by h2o; instead of H2OConfig.echo: equal budgets for all heads, "
+    "supported, 2 of 2 layers by h2o; with budget=...: equal budgets for all heads, "
     "because the model has 4 key/value heads with full attention and a shared budget needs 16"
 )
 """What `h2o.supports` says about a tiny model."""

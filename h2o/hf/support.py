@@ -88,7 +88,7 @@ class Support:
         reasons = {
             'positions="cache_relative" is not supported: ': self.not_cache_relative,
             "images are not supported: ": self.not_images,
-            "with budget=: ": self.not_echo,
+            "with budget=...: ": self.not_echo,
         }
         return "".join(parts + [f"; {what}{why}" for what, why in reasons.items() if why])
 

@@ -221,6 +221,8 @@ def test_a_profile_is_named_by_its_path(tmp_path):
     assert setting.config.head_shares == profile
     assert setting.name == "h2o:0.1+0.1"
     echo = from_options(score_by="mean-echo", head_shares="echo")
+    assert echo.name == "budget:0.2"
+    echo = from_options(heavy=0.1, score_by="mean-echo", head_shares="echo")
     assert echo.name == "h2o:0.1+0.1/score_by=mean-echo/head_shares=echo"
     with pytest.raises(FileNotFoundError):
         from_options(head_shares="nowhere.json")
@@ -232,7 +234,8 @@ def test_settings_keep_what_they_say():
     assert [x.config.min_tokens for x in parse_all("h2o,robust,calibrated-bytes", "0.1")] == [0] * 3
     assert from_options(heavy=0.1, recent=0.1).config.min_tokens == 0
     assert from_options(budget=0.1).name == from_config(exact(H2OConfig(budget=0.1))).name
-    assert from_config(H2OConfig()).name == "h2o:0.1+0.1/min_tokens=128"
+    assert from_config(H2OConfig()).name == "budget:0.2/min_tokens=128"
+    assert from_config(H2OConfig(heavy=0.1)).name == "h2o:0.1+0.1/min_tokens=128"
     for text in ("budget:0.1/min_tokens=128", "h2o:0.1+0.2/min_tokens=9", "budget:64/sinks=2"):
         assert from_config(parse(text).config).name == text
     assert parse("h2o:0.2/min_tokens=64").describe()["min_tokens"] == 64
@@ -241,11 +244,8 @@ def test_settings_keep_what_they_say():
 def test_presets():
     assert H2OConfig.authors(0.2) == H2OConfig(heavy=0.1, recent=0.1, min_tokens=0)
     ranking = {"score_by": "mean", "value_weighted": True}
-    assert H2OConfig.robust(0.2) == H2OConfig(
-        heavy=0.2 * 0.75, recent=0.2 * 0.25, sinks=4, **ranking
-    )
+    assert H2OConfig.robust(0.2) == H2OConfig(heavy=0.15, recent=0.05, sinks=4, **ranking)
     assert H2OConfig.robust(44) == H2OConfig(heavy=30, recent=10, sinks=4, **ranking)
-    assert exact(H2OConfig()) == H2OConfig.authors(0.2), "the default is the authors'"
     for budget in (2, 3, 5, 8, 64, 65):
         for preset in (H2OConfig.authors, H2OConfig.robust):
             config = preset(budget)

@@ -22,10 +22,12 @@ from tests.hf.tiny import model
 PROFILE = next((Path(h2o.__file__).parent / "data").glob("*.profile.json"))
 
 
-def test_defaults_are_the_authors():
-    config = H2OConfig()
-    assert (config.heavy, config.recent) == (0.1, 0.1)
-    assert config.policy == Policy(sinks=0, score_by="sum", decay=1.0, value_weighted=False)
+def test_a_tenth_is_the_part_that_is_not_given():
+    """One part alone must mean the policy of the paper, with a tenth for the other part."""
+    for config in (H2OConfig(heavy=0.1), H2OConfig(recent=0.1)):
+        assert (config.budget, config.heavy, config.recent) == (None, 0.1, 0.1)
+        assert config.policy == Policy(sinks=0, score_by="sum", decay=1.0, value_weighted=False)
+        assert dataclasses.replace(config, min_tokens=0) == H2OConfig.authors(0.2)
 
 
 def test_fractions_are_of_the_prompt_and_truncated():
@@ -206,5 +208,8 @@ def test_the_budget_of_a_cache_is_shown():
         "H2OCache(heavy=0.3, recent=0.1, sinks=4, score_by='mean', value_weighted=True, "
         "kv_dtype='int8', budget_unit='bytes', layers=2)"
     )
-    shared = repr(H2OCache(config, head_shares=[[1, 2], [3, 4]]))
+    shared = repr(H2OCache(config, heavy=0.1, head_shares=[[1, 2], [3, 4]]))
     assert shared == "H2OCache(heavy=0.1, recent=0.1, head_shares=..., layers=2)"
+    assert repr(H2OCache(config)) == "H2OCache(budget=0.2, kv_dtype='int8', layers=2)"
+    own = repr(H2OCache(config, budget=64, sinks=2, head_shares=None))
+    assert own == "H2OCache(budget=64, sinks=2, head_shares=None, layers=2)"

@@ -235,7 +235,11 @@ def test_what_one_number_stands_for(monkeypatch):
     assert words in cache.echo_replacement
     assert words in h2o.supports(shared("opt")).not_echo
     shared("opt")(prompts(200)[0], **with_cache(cache))
-    assert "Instead of echo: H2OConfig.robust, because " in cache.report().note
+    said = "mean attention and equal budgets for all heads (H2OConfig.robust), because "
+    assert cache.report().note.startswith(f"budget=0.1: {said}")
+    cache = H2OCache(shared("opt"), H2OConfig.echo(40))
+    shared("opt")(prompts(200)[0], **with_cache(cache))
+    assert cache.report().note.startswith(f"Instead of echo: {said}")
 
 
 @pytest.mark.parametrize(
