@@ -11,7 +11,6 @@ from h2o.analysis.result import Analysis
 from h2o.budgets import check_prompt_length
 from h2o.config import H2OConfig
 from h2o.hf.model_traits import tensor_parallel
-from h2o.hf.model_traits.wrappers import input_device
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -61,7 +60,6 @@ def analyze(
     parameters.pop("token_type_ids", None)  # some tokenizers return them, decoders ignore them
     ids = _one_text(input_ids, attention_mask)
     config = resolve_for_text(h2o_config, parameters, analyze, model, len(ids))
-    input_device(model)  # raises for a model without weights
     if (part := tensor_parallel.part_of_heads(model)) != tensor_parallel.WHOLE:
         raise ValueError(
             "analyze() shows all heads of a model, but this is "

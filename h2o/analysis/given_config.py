@@ -8,6 +8,7 @@ from h2o.config import H2OConfig, resolve_config
 from h2o.config.fields import ConfigFields
 from h2o.config.layer_plan import LayerPlan
 from h2o.hf.model_traits.layer_kinds import kind_of
+from h2o.hf.model_traits.wrappers import input_device
 from h2o.hf.support import transformers_layers
 from h2o.utils.user_warning import warn_user
 
@@ -20,9 +21,10 @@ def resolve_for_text(
     Gives a UserWarning if keywords without `min_tokens` give fractions of a text so short that the
     default lower limit decides.
 
-    Raises: as `resolve_config` and `H2OConfig.for_model`.
+    Raises: as `resolve_config` and `H2OConfig.for_model`. TypeError for a model without weights.
     """
     config = resolve_config(h2o_config, parameters, function).for_model(model)
+    input_device(model)
     is_default_floor = h2o_config is None and "min_tokens" not in parameters
     if is_default_floor and (text := explain_floor(model, config, tokens)):
         warn_user(text)
