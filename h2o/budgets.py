@@ -14,8 +14,7 @@ from h2o.kv_dtype import count_fitting
 from h2o.number_checks import is_integer, is_number
 
 DEFAULT_BUDGET = 0.2
-"""`budget` of a config that has neither `budget` nor `heavy` nor `recent`: a fifth of the bytes of a
-full cache."""
+"""`budget` of a config without `budget`, `heavy` and `recent`: a fifth of a full cache's bytes."""
 
 FEWEST_KEYS = 32
 """Number of keys per head below which an int budget is usually meant as a percentage."""

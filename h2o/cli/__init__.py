@@ -23,7 +23,9 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, NoReturn
 
 
@@ -127,7 +129,8 @@ def run(options: argparse.Namespace) -> int:
     """Run a parsed command and return its exit code."""
     if check := getattr(options.module, "check", None):
         try:
-            check(options.parser, options)
+            with one_line_warnings(options.parser):
+                check(options.parser, options)
         except OSError as error:
             from h2o.utils.filesystem import explain_unreadable
 
@@ -149,6 +152,15 @@ def run(options: argparse.Namespace) -> int:
         return code
     except (UserError, UnsupportedError) as error:
         return report_error(options.parser, error)
+
+
+@contextmanager
+def one_line_warnings(parser: Parser) -> Iterator[None]:
+    """Print the warnings of the block on one line each, as errors are."""
+    with warnings.catch_warnings(record=True) as caught:
+        yield
+    for warning in caught:
+        print(f"{parser.prog}: warning: {warning.message}", file=sys.stderr)
 
 
 def report_error(parser: Parser, error: Exception | str) -> int:

@@ -28,7 +28,7 @@ DESCRIPTION = """\
 Shows what a model attends to in a text, and which tokens an H2O cache would keep. Writes a page for
 a browser with the H2O paper's observations and the text shaded by score.
 
-  h2o analyze
+  h2o analyze --heavy 0.1 --recent 0.1
   h2o analyze --model Qwen/Qwen3-0.6B --text chapter.txt --output chapter.html
 """
 CACHE_FIELDS = tuple(name for name in OPTIONS if name != "positions")

@@ -81,7 +81,8 @@ class H2OLM(HFLM):
         batch_size: "auto" is 8 on the CPU.
         protocol: "simulate", "drop" or "read".
         variant: "h2o" (default), "full", or in simulation "local", "global", "flexgen".
-        h2o_config: an `H2OConfig`, from Python. Otherwise its fields: `heavy`, `recent`, ...
+        h2o_config: an `H2OConfig`, from Python. Otherwise its fields: `budget`, or `heavy`,
+            `recent`, ... Without any budget it is 0.2.
         prompt_length: number of tokens before the first eviction ("simulate" only).
 
     Fractions are of the prompt: the context, the document in it, or in simulation the first

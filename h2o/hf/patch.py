@@ -297,7 +297,7 @@ def patched(
     """Do what `enable` does, for the calls inside a with block.
 
     ```python
-    with h2o.patched(model, heavy=0.1, recent=0.1) as patch:
+    with h2o.patched(model, budget=0.2) as patch:
         pipe("...")
         print(patch.cache.report())
     ```

@@ -88,10 +88,13 @@ def test_budgets_that_are_meant_are_not_noticed(tmp_path):
 
 
 @pytest.mark.parametrize("option", ["--budget 20", "--preset robust --budget 20"])
-def test_the_command_notices_a_percentage(tiny, option):  # noqa: F811
+def test_the_command_notices_a_percentage(tiny, option, capsys):  # noqa: F811
     words = ["generate", "--model", tiny, "--prompt", "abcabc" * 12, "--max-new-tokens", "2"]
-    with warned_once("budget=20: an int is a number of keys"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
         assert main([*words, *option.split()]) == 0
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.startswith("h2o generate: warning: budget=20: an int is a number of keys")
 
 
 # ---- The lower limit of fractions ----------------------------------------------------------------

@@ -67,7 +67,7 @@ class H2OCache(CacheInspection):
             because a config cannot distinguish a fine-tuned model from the original.
         h2o_config: an `H2OConfig`. Its fields may be passed as keyword arguments instead: `budget`,
             or `heavy`, `recent`, `sinks`, `min_tokens`, `score_by`, `decay`, `value_weighted`,
-            `positions`, `head_shares`, `kv_dtype`, `budget_unit`.
+            `positions`, `head_shares`, `kv_dtype`, `budget_unit`. Without any budget it is 0.2.
         prompt_length: number of tokens in the prompt, not counting padding: an int, or one int per
             row. Needed only if your own loop prefills the prompt in several forward passes, and the
             budget is a fraction of it or `pinned` is `"prompt"`. Otherwise the first forward pass
