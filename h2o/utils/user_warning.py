@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 import warnings
 from types import FrameType
 
@@ -12,8 +12,8 @@ OWN = ("h2o", "contextlib", "torch", "transformers")
 
 def warn_user(text: str) -> None:
     """Give a UserWarning at the innermost frame outside `OWN`."""
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and _is_own(frame):
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_back is not None and _is_own(frame):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, stacklevel=level)
 

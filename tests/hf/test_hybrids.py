@@ -225,7 +225,7 @@ def test_layers_without_keys_have_no_share(name):
         assert kind == "h2o" or set(of_heads) == {1.0}
     cache = H2OCache(ours.config, heavy=0.2, recent=0.2, min_tokens=0, head_shares=profile)
     greedy(ours, {"input_ids": ids}, 4, **with_cache(cache))
-    analysis = analyze(ours, ids[0])
+    analysis = analyze(ours, ids[0], min_tokens=0)
     assert analysis.layers == [i for i, kind in enumerate(kinds) if kind == "h2o"]
 
 
