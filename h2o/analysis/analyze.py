@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from h2o.analysis.given_config import resolve_for_text
+from h2o.analysis.given_config import warn_of_floor
 from h2o.analysis.result import Analysis
 from h2o.budgets import check_prompt_length
-from h2o.config import H2OConfig
+from h2o.config import H2OConfig, resolve_config
 from h2o.hf.model_traits import tensor_parallel
+from h2o.hf.model_traits.wrappers import input_device
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -58,8 +59,9 @@ def analyze(
         ValueError: attention is not finite, as with weights that overflow float16.
     """
     parameters.pop("token_type_ids", None)  # some tokenizers return them, decoders ignore them
+    config = resolve_config(h2o_config, parameters, analyze).for_model(model)
+    input_device(model)  # raises for a model without weights
     ids = _one_text(input_ids, attention_mask)
-    config = resolve_for_text(h2o_config, parameters, analyze, model, len(ids))
     if (part := tensor_parallel.part_of_heads(model)) != tensor_parallel.WHOLE:
         raise ValueError(
             "analyze() shows all heads of a model, but this is "
@@ -73,7 +75,10 @@ def analyze(
             f"prompt_length is {longest}, but the text has {len(ids)} tokens, so nothing "
             f"would be evicted: use a number from 1 to {len(ids) - 1}, or a longer text"
         )
-    return Analysis(model, ids, config, prompt_length)
+    analysis = Analysis(model, ids, config, prompt_length)
+    if h2o_config is None:
+        warn_of_floor(model, config, parameters, len(ids))
+    return analysis
 
 
 def _one_text(input_ids: Any, mask: Any) -> Tensor:

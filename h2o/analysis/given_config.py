@@ -1,4 +1,4 @@
-"""The config of an analysis, as its caller gives it, and what `min_tokens` makes of it."""
+"""What `min_tokens` makes of the config of an analysis."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from h2o.config import H2OConfig, resolve_config
 from h2o.config.fields import ConfigFields
 from h2o.config.layer_plan import LayerPlan
 from h2o.hf.model_traits.layer_kinds import kind_of
-from h2o.hf.model_traits.wrappers import input_device
 from h2o.hf.support import transformers_layers
 from h2o.utils.user_warning import warn_user
 
@@ -18,17 +17,19 @@ def resolve_for_text(
 ) -> H2OConfig:
     """The config that a caller of `function` gave, for a model and a text of `tokens` tokens.
 
-    Gives a UserWarning if keywords without `min_tokens` give fractions of a text so short that the
-    default lower limit decides.
-
-    Raises: as `resolve_config` and `H2OConfig.for_model`. TypeError for a model without weights.
+    Gives the warning of `warn_of_floor`. Raises: as `resolve_config` and `H2OConfig.for_model`.
     """
     config = resolve_config(h2o_config, parameters, function).for_model(model)
-    input_device(model)
-    is_default_floor = h2o_config is None and "min_tokens" not in parameters
-    if is_default_floor and (text := explain_floor(model, config, tokens)):
-        warn_user(text)
+    if h2o_config is None:
+        warn_of_floor(model, config, parameters, tokens)
     return config
+
+
+def warn_of_floor(model: Any, config: H2OConfig, parameters: ConfigFields, tokens: int) -> None:
+    """Give a UserWarning if the lower limit of 128 keys, and not the config's fractions, decides
+    for a text of `tokens` tokens, unless the keywords `parameters` of the config have a limit."""
+    if "min_tokens" not in parameters and (text := explain_floor(model, config, tokens)):
+        warn_user(text)
 
 
 def explain_floor(model: Any, config: H2OConfig, tokens: int) -> str:

@@ -279,10 +279,10 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(TypeError, match="LlamaConfig, which has no weights: write model, token"):
         h2o.analyze(model.config, ids)
     with pytest.raises(TypeError, match="LlamaModel has none: load the model with h2o"):
-        h2o.analyze(model.model, ids, min_tokens=0)
+        h2o.analyze(model.model, ids)
     model.train()
     with pytest.raises(RuntimeError, match="eval"):
-        h2o.analyze(model, ids, min_tokens=0)
+        h2o.analyze(model, ids)
     a = h2o.analyze(model.eval(), ids, heavy=0, recent=4)
     with pytest.raises(ValueError, match="no heavy hitters"):
         a.overlap()
