@@ -427,8 +427,9 @@ FILES_OF_A_ROOM = 11
 
 SERVING = {
     "attention_blocks", "backends", "budgets", "compat", "compat_calls", "compat_wrappers",
-    "config", "errors", "hf", "kv_dtype", "model_identity", "models", "number_checks", "ops", "packages", "policy",
-    "quantization", "sink_logits", "slots", "spans", "tensors", "utils", "vllm",
+    "config", "errors", "hf", "kv_dtype", "model_identity", "models", "number_checks", "ops",
+    "packages", "policy", "quantization", "sink_logits", "slots", "spans", "tensors", "utils",
+    "vllm",
 }  # fmt: skip
 """Rooms that are needed to serve a model or to simulate serving in one forward pass. The other
 rooms measure models or are commands."""
