@@ -101,13 +101,27 @@ def together(compile_in_turn):
 
 def refuse(reason):
     sys.exit(
-        f"{reason}. Without a compiler, install a wheel: there is one for each common system. The "
-        "pure wheel, py3-none-any, works on all others. It runs on torch operations and is slower. "
-        "To build it from these sources, set H2O_PURE=1 in the environment of pip install"
+        f"{reason}. Without a compiler, install h2o without its core, which works on any system: "
+        "H2O_PURE=1 pip install '.[hf]'. It uses torch operations instead and is slower"
     )
 
 
-class BuildPure(build_py):
+class BuildSources(build_py):
+    """Copies the Python files and data of the package, without those of an earlier build.
+
+    setuptools copies into the folder of the last build, and a wheel would contain files whose
+    sources have been removed or renamed since. The core stays, since compiling it takes minutes.
+    """
+
+    def run(self):
+        if not self.editable_mode:
+            for path in Path(self.build_lib, "h2o").rglob("*"):
+                if path.is_file() and not path.name.startswith("_core."):
+                    path.unlink()
+        super().run()
+
+
+class BuildPure(BuildSources):
     """Records in the package that it was built without a core, and the version, which the core
     would otherwise give."""
 
@@ -119,7 +133,7 @@ class BuildPure(build_py):
         marker.write_text(self.distribution.get_version() + "\n")
 
 
-class InstallSources(build_py):
+class InstallSources(BuildSources):
     """Allows editable installs only: a wheel would lack the core without any sign of it."""
 
     def run(self):
@@ -175,7 +189,8 @@ def describe_core():
         extra_compile_args=compile_args,
         extra_link_args=link_args,
     )
-    return {"ext_modules": [core], "cmdclass": {"build_ext": BuildCore}, "options": limited_tag}
+    commands = {"build_ext": BuildCore, "build_py": BuildSources}
+    return {"ext_modules": [core], "cmdclass": commands, "options": limited_tag}
 
 
 def describe_pure():

@@ -142,9 +142,8 @@ def without_core() -> str:
     from_file = _origin()[0].endswith(".whl")
     command = f"pip install . {SOURCES}" if from_file else install_command()
     return (
-        f"this {DISTRIBUTION} was built without its compiled core (a pure wheel, for systems that "
-        "have no other), and uses slower torch operations instead. If there is a C compiler, run "
-        f"{command}"
+        f"this {DISTRIBUTION} was built without its compiled core (H2O_PURE=1, or a pure wheel) and "
+        f"uses slower torch operations instead. If there is a C compiler, run {command}"
     )
 
 
@@ -164,13 +163,20 @@ def take_installed_core() -> bool:
     return has_core()
 
 
+def installation() -> importlib.metadata.Distribution | None:
+    """What pip has recorded about the installed h2o-kv, None if it is not installed.
+
+    A build leaves `h2o_kv.egg-info` in the source folder. It lists sources instead of installed
+    files, and Python finds it first if it runs in that folder.
+    """
+    found = importlib.metadata.distributions(name=DISTRIBUTION)
+    return next((x for x in found if x.read_text("SOURCES.txt") is None), None)
+
+
 def installed_folder() -> Path | None:
     """Folder of the installed h2o package, None if it is this folder or nothing is installed."""
-    try:
-        files = importlib.metadata.files(DISTRIBUTION) or []
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    for file in files:
+    installed = installation()
+    for file in (installed and installed.files) or []:
         if str(file) == "h2o/packages.py":
             folder = Path(str(file.locate())).parent
             return None if folder.resolve() == PACKAGE.resolve() else folder
@@ -212,11 +218,11 @@ def install_command(extra: str = "") -> str:
 def _origin() -> tuple[str, bool]:
     """(URL that h2o-kv was installed from, whether the installation is editable). The URL is "" if
     pip recorded none, as with --find-links, and this source folder if h2o-kv is not installed."""
-    try:
-        text = importlib.metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
-    except importlib.metadata.PackageNotFoundError:
+    installed = installation()
+    if installed is None:
         root = PACKAGE.parent
         return (root.as_uri(), False) if (root / "setup.py").exists() else ("", False)
+    text = installed.read_text("direct_url.json")
     if not text:
         return "", False
     origin = json.loads(text)

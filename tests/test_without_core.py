@@ -151,6 +151,15 @@ print(h2o.__version__, [str(w.message) for w in caught if "core" in str(w.messag
 """
 
 
+# The finder of an editable install would look for the core in another checkout.
+FINDERS = "[f for f in sys.meta_path if 'editable' not in getattr(f, '__module__', '')]"
+NO_FINDERS = f"import sys; sys.meta_path[:] = {FINDERS}"
+WHERE = (
+    "import h2o; from h2o import packages; "
+    "print(h2o.__file__, h2o.__version__, packages.install_command(), sep='\\n')"
+)
+
+
 def test_it_is_said_once_a_process_and_by_info(tmp_path):
     folder = copied(tmp_path)
     done = run(folder, "-c", CACHES)
@@ -191,8 +200,7 @@ def test_a_level_is_refused(tmp_path):
 def test_sources_whose_core_is_missing_are_no_such_build(tmp_path):
     folder = copied(tmp_path)
     (folder / "h2o" / packages.PURE_BUILD).unlink()
-    finders = "[f for f in sys.meta_path if 'editable' not in getattr(f, '__module__', '')]"
-    done = run(folder, "-c", f"import sys; sys.meta_path[:] = {finders}; import h2o")
+    done = run(folder, "-c", f"{NO_FINDERS}; import h2o")
     assert "ImportError: h2o._core, the compiled core, is missing" in done.stderr
 
 
@@ -215,6 +223,28 @@ def test_the_wheel_is_for_any_system_and_holds_no_core(checkout):
     assert {path.relative_to(checkout).as_posix() for path in files} <= names
 
 
+def test_pip_installs_what_the_folder_has_now_and_imports_it_there(checkout):
+    """pip builds in the checkout, where an earlier build has left files. A new user then starts
+    Python in the same folder, whose sources have no core."""
+    stale = [*(checkout / "build" / "lib" / "h2o").glob("packages.py")]
+    assert stale, "no earlier build"
+    for name in ("removed.py", "cli/removed.py", "data/removed.txt"):
+        (stale[0].parent / name).write_text("")
+    options = ("--quiet", "--no-build-isolation", "--no-deps", "--target", "site")
+    done = run(checkout, "-m", "pip", "install", *options, ".", H2O_PURE="1")
+    assert done.returncode == 0, done.stderr
+    site = checkout / "site"
+    installed = {path.relative_to(site) for path in (site / "h2o").rglob("*") if path.is_file()}
+    assert Path("h2o/packages.py") in installed
+    assert [x for x in installed if "removed" in x.name] == []
+    assert (checkout / "h2o_kv.egg-info").is_dir()
+    said = run(checkout, "-c", f"{NO_FINDERS}; {WHERE}", PYTHONPATH=str(site))
+    assert said.stdout.splitlines() == [
+        str(checkout / "h2o" / "__init__.py"), importlib.metadata.version("h2o-kv"),
+        f"pip install {checkout}",
+    ], said.stderr  # fmt: skip
+
+
 def test_an_editable_install_in_place_compiles_nothing(checkout):
     """`make` compiles the core afterwards, so an editable install must not. A wheel built this way
     would lack the core and is rejected."""
@@ -228,10 +258,9 @@ def test_an_editable_install_in_place_compiles_nothing(checkout):
     assert "pip install with -e" in refused.stderr
 
 
-def test_a_build_without_a_compiler_names_the_pure_wheel(checkout):
+def test_a_build_without_a_compiler_names_the_build_without_core(checkout):
     done = run(checkout, "setup.py", "--quiet", "build_ext", CC="no-such-compiler")
     assert done.returncode == 1
     said = done.stderr.splitlines()[-1]
     assert said.startswith("h2o-kv needs a C compiler, and 'no-such-compiler' was not found")
-    assert "py3-none-any" in said
-    assert "H2O_PURE=1" in said
+    assert "H2O_PURE=1 pip install" in said

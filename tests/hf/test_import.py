@@ -133,21 +133,27 @@ def test_missing_core_is_explained(tmp_path):
 
 @pytest.fixture
 def clone(tmp_path):
-    """(sources without a core, the folder with what pip installed from them)."""
+    """(sources without a core, the folder with what pip installed from them).
+
+    pip leaves metadata in the sources that it builds.
+    """
     ignored = shutil.ignore_patterns("__pycache__", "kernels.fatbin")
     sources, site = tmp_path / "a clone", tmp_path / "site"
     shutil.copytree(
         PACKAGE, sources / "h2o", ignore=lambda *x: {*ignored(*x), *fnmatch.filter(x[1], "_core*")}
     )
     (sources / "setup.py").touch()
+    left = sources / "h2o_kv.egg-info"
+    left.mkdir()
+    metadata = f"Metadata-Version: 2.1\nName: h2o-kv\nVersion: {h2o.__version__}\n"
+    (left / "PKG-INFO").write_text(metadata)
+    (left / "SOURCES.txt").write_text("setup.py\nh2o/packages.py\n")
     shutil.copytree(sources / "h2o", site / "h2o")
     (core,) = PACKAGE.glob("_core*.so")
     (site / "h2o" / core.name).symlink_to(core)
     facts = site / f"h2o_kv-{h2o.__version__}.dist-info"
     facts.mkdir()
-    (facts / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: h2o-kv\nVersion: {h2o.__version__}\n"
-    )
+    (facts / "METADATA").write_text(metadata)
     rows = []
     for file in sorted((site / "h2o").rglob("*.py")):
         digest = base64.urlsafe_b64encode(hashlib.sha256(file.read_bytes()).digest())
@@ -203,6 +209,11 @@ def test_messages_install_from_where_h2o_came(tmp_path, monkeypatch, origin, com
     if origin is not None:
         (facts / "direct_url.json").write_text(origin)
     monkeypatch.syspath_prepend(tmp_path)
+    left = tmp_path / "checkout" / "h2o_kv.egg-info"  # of a build, in the working folder
+    left.mkdir(parents=True)
+    (left / "PKG-INFO").write_text((facts / "METADATA").read_text())
+    (left / "SOURCES.txt").write_text("h2o/packages.py\n")
+    monkeypatch.syspath_prepend(left.parent)
     assert packages.install_command("hf") == command
     again = packages.without_core().partition("C compiler, run ")[2]
     if ".whl" in command:  # a wheel has no sources
@@ -212,10 +223,7 @@ def test_messages_install_from_where_h2o_came(tmp_path, monkeypatch, origin, com
 
 
 def test_messages_without_an_installation_name_the_folder(monkeypatch):
-    def missing(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "distribution", missing)
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda **_: [])
     assert packages.install_command() == f"pip install {PACKAGE.parent}"
 
 
