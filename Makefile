@@ -290,7 +290,8 @@ $(CUDA)/lib: $(PACKAGED) $(CUDA_CORE)
 # Attention over head dimensions above the kernels' 256 uses torch's operations; tests/cuda tests decode
 # steps over them.
 CUDA_TESTS := tests/core/test_golden.py tests/core/test_ops.py tests/core/test_stores.py tests/core/test_shared.py \
-	tests/core/test_selected_rows.py tests/torch/test_cache_relative.py \
+	tests/core/test_selected_rows.py tests/core/test_any_scenario.py \
+	tests/torch/test_cache_relative.py tests/torch/test_any_scenario.py \
 	tests/torch/test_heads.py tests/torch/test_precision.py tests/torch/test_selected_rows.py \
 	tests/torch/test_paged_rows.py tests/torch/test_heavy_tails.py
 # The emulation takes a hundred times as long as the CPU's kernels. Cases that no kernel for GPUs tells
@@ -464,7 +465,8 @@ asan: .venv/core .venv/test ## run the C tests and tests/core under AddressSanit
 	build/cuda-asan/test_cuda
 	$(MAKE) build/c-asan/lib $(ASAN)
 	for level in $$($(BIN)/python -c '$(OTHER_LEVELS)'); do \
-		(export H2O_CPU=$$level; $(SANITIZED) tests/core/test_ops.py -k "(table or any) and $(FEWER)") \
+		(export H2O_CPU=$$level; $(SANITIZED) tests/core/test_ops.py \
+		tests/core/test_any_scenario.py -k "(table or any) and $(FEWER)") \
 		|| exit 1; done
 	$(SANITIZED) tests/core -k "not number_of_threads and $(FEWER)"
 

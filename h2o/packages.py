@@ -142,8 +142,8 @@ def without_core() -> str:
     from_file = _origin()[0].endswith(".whl")
     command = f"pip install . {SOURCES}" if from_file else install_command()
     return (
-        f"this {DISTRIBUTION} was built without its compiled core (H2O_PURE=1, or a pure wheel) and "
-        f"uses slower torch operations instead. If there is a C compiler, run {command}"
+        f"this {DISTRIBUTION} was built without its compiled core (H2O_PURE=1, or a pure wheel) "
+        f"and uses slower torch operations. If there is a C compiler, run {command}"
     )
 
 

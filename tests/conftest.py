@@ -1,6 +1,7 @@
 """Settings of the whole suite, without importing torch, which the core's tests do not need."""
 
 import gc
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -8,21 +9,23 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 # Two processes run tests at the same time, often on two cores. Without this limit torch's threads
 # would spin for milliseconds while they wait, and keep the other process from running.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
-settings.register_profile(
-    "h2o",
-    deadline=None,
-    max_examples=25,
-    print_blob=True,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-settings.load_profile("h2o")
+if importlib.util.find_spec("hypothesis"):  # a machine with a GPU may have pytest only
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "h2o",
+        deadline=None,
+        max_examples=25,
+        print_blob=True,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("h2o")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
@@ -95,3 +97,26 @@ def test_every_target_is_one_of_the_makefile(tmp_path):
     assert len(targets) == 6
     done = subprocess.run(["make", "-n", *targets], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_tests_need_pytest_alone(tmp_path):
+    """docs/how_to/use_a_gpu.md promises it for a machine without a network: torch, transformers,
+    pytest and pytest-timeout are enough to collect every test that runs on a GPU."""
+    if not Path("Makefile").is_file() or shutil.which("make") is None:
+        pytest.skip("needs a checkout and make")
+    missing = ("hypothesis", "_hypothesis", "xdist", "pytest_xdist", "execnet", "peft", "mypy",
+               "torchao", "accelerate", "lm_eval", "matplotlib", "gguf", "pandas")  # fmt: skip
+    for path in Path(sysconfig.get_path("purelib")).iterdir():
+        if not path.name.lower().startswith(missing):
+            (tmp_path / path.name).symlink_to(path)
+    rule = "list: ; @echo $(GPU_TESTS)"
+    listed = subprocess.run(
+        ["make", "--silent", f"--eval={rule}", "list"], check=True, capture_output=True, text=True
+    )
+    done = subprocess.run(  # -S: without this environment's own packages
+        [sys.executable, "-S", "-m", "pytest", "-q", "--collect-only", *listed.stdout.split()],
+        capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
+    assert "could not import 'hypothesis'" in done.stdout

@@ -17,9 +17,9 @@ LEVELS = ops.info()["levels"]
 
 
 TABLES = [
-    *("core/test_ops.py", "core/test_golden.py"),
-    *("torch/test_cache_relative.py", "torch/test_dtypes.py", "torch/test_step_bytes.py"),
-    "torch/test_heavy_tails.py",
+    *("core/test_ops.py", "core/test_any_scenario.py", "core/test_golden.py"),
+    *("torch/test_cache_relative.py", "torch/test_any_scenario.py", "torch/test_dtypes.py"),
+    *("torch/test_step_bytes.py", "torch/test_heavy_tails.py"),
 ]
 
 

@@ -11,8 +11,6 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
 
 from h2o import ops
 from tests import inputs
@@ -134,16 +132,6 @@ def test_the_heavy_set_of_the_table_moves():
     want = answers(text, [30, *[1] * 60], policy)
     kept = [want.kept(call)[0] for call in range(len(want.held))]
     assert inputs.swaps(kept, policy.k, policy.recent) > 15
-
-
-@given(inputs.scenarios())
-def test_any_conversation(scenario):
-    text, mask, sinks = scenario.text(), scenario.mask(), scenario.sink_logits()
-    how = {"mask": mask, "softcap": scenario.softcap, "sink_logits": sinks}
-    want = answers(text, scenario.calls, scenario.policy, **how)
-    assume(want.gap > CLEAR)
-    talk = Conversation(numpy_core, text, scenario.policy, **how)
-    compare(talk.feed_all(scenario.calls), want, REAL["float32"][1])
 
 
 @pytest.mark.parametrize("name", [name for name, s in TABLE.items() if len(s.lengths) == 2])
@@ -474,20 +462,6 @@ def test_simulation_table(name, dtype):
     assert min(want.gap for want in alone) > CLEAR, "a near tie: choose another seed"
     got = ops.simulate(*text, prompt, budget, mask=mask, softcap=softcap, **policy.ranking)
     compare_simulation(got, mask, alone, tolerance)
-
-
-@given(inputs.scenarios(), st.data())
-def test_any_simulation(scenario, data):
-    rows = st.lists(st.integers(1, 40), min_size=scenario.B, max_size=scenario.B)
-    prompt = np.array(data.draw(rows, label="prompt"), np.int32)
-    heavy = data.draw(rows, label="heavy")
-    policy, softcap = scenario.policy, scenario.softcap
-    budget = np.array([[h, policy.recent] for h in heavy], np.int32)
-    text, mask = scenario.text(), scenario.mask()
-    alone = list(rows_alone(text, policy, prompt, budget, mask, softcap))
-    assume(min(want.gap for want in alone) > CLEAR)
-    got = ops.simulate(*text, prompt, budget, mask=mask, softcap=softcap, **policy.ranking)
-    compare_simulation(got, mask, alone, REAL["float32"][1])
 
 
 def test_heads_of_a_simulation_with_room_for_little_and_for_all():

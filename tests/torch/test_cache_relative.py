@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 
 from h2o import backends, ops
 from h2o.hf.cache_state import slot_layout
@@ -128,24 +127,6 @@ def test_nothing_is_left_of_an_earlier_call():
     before = step(12)
     assert step(16, spoil=torch.nan).isnan().all()
     assert torch.equal(step(12), before)
-
-
-@settings(deadline=None)
-@given(inputs.scenarios())
-def test_the_core_keeps_what_the_oracle_keeps(scenario):
-    """The core keeps the reference's keys for any padding, policy and calls. Half of the elements
-    are rotated."""
-    if scenario.D < 2:
-        return
-    talks = [
-        Conversation(
-            rolling(engine, Angles(max(1, scenario.D // 4))), scenario.text(), scenario.policy,
-            mask=scenario.mask(), softcap=scenario.softcap, sink_logits=scenario.sink_logits(),
-        ).feed_all(scenario.calls)
-        for engine in (oracle(), core())
-    ]  # fmt: skip
-    assert_same_kept(*talks, atol=1e-4)
-    np.testing.assert_allclose(talks[0].answer, talks[1].answer, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.name)

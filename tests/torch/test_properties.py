@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from h2o import backends, ops
 from h2o.config import UNLIMITED
-from tests import inputs
+from tests import inputs, strategies
 from tests.cases import pairs
 from tests.conversation import Conversation, assert_same_kept, check_simulation
 from tests.core.dense import answers
@@ -41,7 +41,7 @@ def engine_of_any_dtype(request):
 # ---- The oracle itself, and the core against it ------------------------------------------------
 
 
-@given(inputs.scenarios())
+@given(strategies.scenarios())
 def test_oracle_agrees_with_whole_text_matrices(scenario):
     text, mask, policy = scenario.text(), scenario.mask(), scenario.policy
     how = {"mask": mask, "softcap": scenario.softcap, "sink_logits": scenario.sink_logits()}

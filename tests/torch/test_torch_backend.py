@@ -21,7 +21,7 @@ from hypothesis.extra.numpy import arrays
 
 from h2o import backends, ops
 from h2o.backends.torch_backend import attend, slot_view
-from tests import inputs
+from tests import inputs, strategies
 from tests.conversation import Conversation, assert_same_kept
 from tests.core.calls import EVERY_TENSOR, Call
 from tests.inputs import POLICIES, Policy
@@ -130,7 +130,7 @@ def test_as_the_oracle(name, pads, budget, stored):
     assert_same_history(*talks)
 
 
-@given(inputs.scenarios())
+@given(strategies.scenarios())
 def test_any_scenario_is_as_with_the_core(scenario):
     """The backend is compared with the core, which is faster than the reference and tested against
     it."""
@@ -191,7 +191,7 @@ ranks = arrays(
 )
 
 
-@given(ranks, inputs.policies(6), st.integers(0, 5))
+@given(ranks, strategies.policies(6), st.integers(0, 5))
 def test_the_order_of_any_ranks(scores, policy, more):
     """With ties, signed zeros, infinity and NaN, the backend must keep the keys that the core
     keeps."""
