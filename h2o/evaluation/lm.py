@@ -213,7 +213,7 @@ class H2OLM(HFLM):
 
     def _answer_texts(self, requests: Sequence[Instance]) -> list[Any]:
         answers = []
-        hide = self.is_counting or self.rank > 0
+        hide = self.is_counting or self.rank > 0 or not requests
         for request in tqdm(requests, disable=hide, desc=self.setting.name):
             text, asked = request.args
             if "window" in asked:

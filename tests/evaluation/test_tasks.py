@@ -68,9 +68,10 @@ def test_pass_through(folder, tmp_path, capsys):
         "--output_path", tmp_path / "out", "--log_samples", "--seed", 7,
     )  # fmt: skip
     assert code == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     assert "examples_causes" in out
     assert "acc_norm" in out
+    assert "0it" not in err  # an empty progress bar looks like a failed run
     (file,) = (tmp_path / "out").rglob("results_*.json")
     result = json.loads(file.read_text())
     facts = result["config"]["h2o"]
@@ -82,6 +83,15 @@ def test_pass_through(folder, tmp_path, capsys):
     assert result["config"]["random_seed"] == 7
     assert result["n-samples"]["examples_causes"]["effective"] == 5
     assert list((tmp_path / "out").rglob("samples_*.jsonl"))
+
+
+def test_task_files_name_what_lm_eval_would_warn_about():
+    files = [*ROOT.glob("examples/tasks/*.yaml"), *ROOT.glob("h2o/evaluation/tasks/*.yaml")]
+    assert len(files) > 4
+    for file in files:
+        metrics = file.read_text("utf-8").partition("metric_list:")[2].split("- metric:")[1:]
+        assert metrics
+        assert all("aggregation:" in x and "higher_is_better:" in x for x in metrics), file
 
 
 def test_a_limit_of_seven_digits(folder, tmp_path):

@@ -114,6 +114,7 @@ def test_a_cache_that_is_none_by_position():
 @pytest.mark.filterwarnings(
     "ignore::torch.jit.TracerWarning",
     "ignore::DeprecationWarning",
+    r"ignore:.*(torch\.jit|TorchScript):FutureWarning",  # since torch 2.15
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",
 )
 def test_traces():

@@ -151,6 +151,17 @@ def test_plots_take_and_return_axes(held, monkeypatch):
     assert shown.count() == 18
 
 
+def test_bright_is_much_attention_in_every_heat_map(held):
+    figure = pytest.importorskip("matplotlib.figure")
+    a = h2o.analyze(tiny.model("llama", "sdpa"), tiny.prompts(20)[0], heavy=4, recent=4)
+    maps = []
+    for plot in (held[0].kept(1).plot, lambda ax: a.plot("scores", ax)):
+        colors = plot(figure.Figure().add_subplot()).images[0].cmap
+        assert sum(colors(0.0)[:3]) < sum(colors(0.5)[:3]) < sum(colors(1.0)[:3])
+        maps.append(colors.name)
+    assert maps[0] == maps[1]
+
+
 @pytest.mark.parametrize("name", ["sparsity", "power_law", "carriers", "overlap", "halves",
                                   "frequency", "removal", "retained_mass", "retained_over_time",
                                   "scores"])  # fmt: skip

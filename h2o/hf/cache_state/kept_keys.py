@@ -106,7 +106,8 @@ class Kept(NamedTuple):
         )
 
     def plot(self, ax: Any = None, *, row: int = 0) -> Any:
-        """Plot a heat map with a line per head and a column per position, blank if not held.
+        """Plot a heat map with a line per head and a column per position. Bright keys have received
+        much attention, as in `Analysis.plot("scores")`. Positions that are not held are gray.
 
         Draws on matplotlib axes (new ones by default) and returns them."""
         from h2o.utils.draw import axes_or_new
@@ -118,8 +119,9 @@ class Kept(NamedTuple):
         high = float(scores.nan_to_num(0).max())
         norm = LogNorm(high * 1e-4, high) if high > 0 else None
         image = ax.imshow(
-            scores.numpy(), aspect="auto", norm=norm, cmap="viridis_r", interpolation="nearest"
+            scores.numpy(), aspect="auto", norm=norm, cmap="inferno", interpolation="nearest"
         )
+        ax.set_facecolor("0.8")
         ax.set(title="Keys held", xlabel="position", ylabel="key/value head")
         ax.set_yticks(range(len(scores)))
         ax.figure.colorbar(image, ax=ax, label="attention received")
