@@ -2,9 +2,11 @@
 
 import ast
 import base64
+import html
 import importlib.util
 import json
 import re
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,15 @@ def test_outputs_are_shown_and_code_is_code(path):
             assert not re.search(r"/(?:tmp|home|root)/| at 0x|\d s$", text, re.MULTILINE)
 
 
+@pytest.mark.skipif(not NOTEBOOKS, reason="the notebooks are not here")
+def test_shaded_text_is_the_texts_own():
+    """An output quotes the text of the package, in the text's own spelling."""
+    outputs = [output for cell in cells(NOTEBOOKS[0]) for output in cell["outputs"]]
+    (shaded,) = [x["data"]["text/html"] for x in outputs if "text/html" in x.get("data", {})]
+    text = resources.files("h2o").joinpath("data", "lighthouse.txt").read_text("utf-8")
+    assert text.startswith(html.unescape(re.sub("<[^>]*>", "", "".join(shaded))))
+
+
 def test_pictures_are_small():
     every = [picture for path in NOTEBOOKS for picture in pictures(path)]
     assert len(every) > 2
@@ -103,6 +114,21 @@ def test_what_differs_is_named(run):
     (said,) = run.differences(old, new)
     assert said.startswith(f"cell {number}:")
     assert said.endswith("+perplexity 1.0")
+
+
+def test_a_faint_shade_makes_no_difference(run):
+    nbformat = pytest.importorskip("nbformat")
+    faint = 'style="background:rgb(255 140 0/0.01)"'
+    shown = [
+        f'<span {faint} title="7: 0.5921">a</span>',
+        '<span style="" title="7: 0.5919">a</span>',
+    ]
+    shown += ['<span title="7: 0.5919">b</span>']
+    one, other, third = (
+        run.seen(nbformat.v4.new_output("execute_result", {"text/html": x})) for x in shown
+    )
+    assert run.alike(one, other)
+    assert not run.alike(one, third)
 
 
 def test_only_one_machine_knows_times_and_folders(run):
