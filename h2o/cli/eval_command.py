@@ -86,7 +86,10 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     what.add_argument("--perplexity", type=Path, metavar="FILE", help="a long plain text")
     what.add_argument("--needle", type=Path, metavar="FILE", help="a plain text to hide facts in")
     p.add_argument(
-        "--model", "-M", type=parse_name, help="name or folder; default: the embedded SmolLM2-135M"
+        "--model",
+        "-M",
+        type=parse_name,
+        help="name or folder; default: smollm2, the embedded SmolLM2-135M-Instruct",
     )
     add_dtype(p.add_argument)
     add_device(p.add_argument)

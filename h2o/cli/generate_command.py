@@ -185,7 +185,7 @@ def generate(options: argparse.Namespace) -> Comparison:
         for mode, cache in choose_caches(options, model, tokens).items()
     ]  # fmt: skip
     return Comparison(
-        model=options.model or models.DEFAULT_MODEL,
+        model=models.full_name(options.model),
         dtype=str(model.dtype).removeprefix("torch."),
         prompt_tokens=tokens,
         budget=asdict(options.setting.config),

@@ -36,11 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         type=parse_name,
         metavar="NAME",
-        help="say whether and how h2o supports this model",
+        help="say whether and how h2o supports this model; with --memory, default: the embedded "
+        "SmolLM2-135M-Instruct",
     )
     add("--check", action="store_true", help="check the kernels on every CUDA device against torch")
     add("--json", action="store_true", help="print JSON")
-    group = parser.add_argument_group("number of requests that fit in memory, with --model")
+    group = parser.add_argument_group("number of requests that fit in memory")
     group.add_argument("--memory", type=parse_bytes, metavar="B", help="memory for the caches of "
                        "all requests, such as 40GB")  # fmt: skip
     group.add_argument("--prompt", type=parse_count, default=2048, metavar="N",
@@ -78,8 +79,6 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
                 option = option_name(name)
                 parser.error(f"argument {option}: requires --memory, such as --memory 40GB")
         return
-    if options.model is None:
-        parser.error("argument --memory: requires --model, such as --model Qwen/Qwen3-0.6B")
     options.settings = make_settings(options, COMPARE)
     for one in options.settings:
         if one.is_mask:
@@ -89,7 +88,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Run the command. The exit code is 0 unless the model is not supported or a kernel is wrong.
     Raises: UserError."""
-    if options.model:
+    if options.model or options.memory is not None:
         models.quiet_libraries()
         if options.memory is not None:
             return print_requests(options)
@@ -146,7 +145,8 @@ def print_requests(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(rows, indent=2))
         return 0
-    print(f"{options.model}: prompts of {options.prompt} tokens and {options.new} new ones")
+    name = models.full_name(options.model)
+    print(f"{name}: prompts of {options.prompt} tokens and {options.new} new ones")
     if weights := models.weight_bytes(config):
         print(f"The weights take another {weights / 1e9:.2f} GB, which --memory must not include.")
     if states:

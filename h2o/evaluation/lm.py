@@ -109,7 +109,9 @@ class H2OLM(HFLM):
         size = str(kwargs.get("batch_size", 1))  # lm-eval would score nothing with a negative one
         if not (size.startswith("auto") or (size.isdecimal() and int(size) > 0)):
             raise ValueError(f"batch_size must be a number from 1 or auto, not {size}")
-        if isinstance(pretrained, str) and pretrained in ("", models.DEFAULT_MODEL):
+        if isinstance(pretrained, str):
+            pretrained = models.full_name(pretrained or None)
+        if pretrained == models.DEFAULT_MODEL:
             pretrained = str(models.embedded_folder(log.info))
         elif isinstance(pretrained, str) and models.is_gguf(pretrained):
             pretrained, kwargs["gguf_file"] = os.path.split(os.path.abspath(pretrained))

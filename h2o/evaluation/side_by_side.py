@@ -35,7 +35,7 @@ from h2o.evaluation.protocols import (
 from h2o.evaluation.setting import Setting
 from h2o.evaluation.text_table import table
 from h2o.evaluation.text_tasks import Samples, TextTask
-from h2o.models import DEFAULT_MODEL, embedded_folder, is_gguf, tokenizer_folder
+from h2o.models import DEFAULT_MODEL, embedded_folder, full_name, is_gguf, tokenizer_folder
 from h2o.result_file import fingerprint, provenance
 from h2o.utils.filesystem import make_writable
 from h2o.utils.processes import world_size
@@ -88,7 +88,7 @@ def compare(
     arguments = [*arguments, "--output_path", str(output)]
     with lm_eval_arguments(arguments), readable_errors():
         config = EvaluatorConfig.from_cli(HarnessCLI().parse_args())
-        pretrained = config.model_args.get("pretrained") or DEFAULT_MODEL
+        pretrained = full_name(config.model_args.get("pretrained") or None)
         config.metadata = (
             name_tokenizer(pretrained) | {"prompt_length": prompt_length} | config.metadata
         )

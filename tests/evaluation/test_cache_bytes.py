@@ -142,13 +142,14 @@ def test_the_command(capsys):
     assert "budget:0.1" in shown
     weights = sum(x.nbytes for x in model("llama").parameters())
     assert f"The weights take another {weights / 1e9:.2f} GB" in shown
+    assert cli.main(["info", "--memory", "1MB"]) == 0
+    assert capsys.readouterr().out.startswith("SmolLM2-135M-Instruct: prompts of 2048 tokens")
 
 
 @pytest.mark.usefixtures("_small_config")
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["--memory", "1MB"], 2, "requires --model"),
         (["--memory", "much", "--model", "tiny"], 2, "not a number of bytes"),
         (["--memory", "8", "--model", "tiny"], 2, "'8' is 8 bytes: add a unit"),
         (["--memory=-1GB", "--model", "tiny"], 2, "not a number of bytes"),
