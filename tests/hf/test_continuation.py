@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.generation.streamers import BaseStreamer
 
 import h2o
 from h2o import H2OCache, H2OConfig
@@ -181,6 +182,43 @@ def two_turns(ours, change=(), between=lambda cache: cache, tokens=20, **first):
     settings = {"max_new_tokens": 3, "prefill_chunk_size": first.get("prefill_chunk_size")}
     turn = {"input_ids": ids, "attention_mask": mask, **settings}
     return ours.generate(**turn, do_sample=False, **with_cache(between(cache))).tolist()
+
+
+class Disconnected(BaseStreamer):
+    """A client that goes away after some tokens of the answer."""
+
+    def __init__(self, tokens):
+        self.left = tokens
+
+    def put(self, value):
+        self.left -= 1
+        if self.left < 0:
+            raise ConnectionError
+
+    def end(self): ...
+
+
+def test_a_turn_that_an_error_ended_leaves_a_copy_as_it_was():
+    """The ids of the answer are lost. The next turn's error names the remedy, which works."""
+    ours, (first, new) = shared("llama"), prompts(20, 4)
+    turn = {"max_new_tokens": 8, "do_sample": False}
+    cache = H2OCache(ours.config, **SMALL)
+    ids = ours.generate(first, **turn, **with_cache(cache))
+    ids = torch.cat([ids, new], 1)
+    kept = cache.fork()
+    with pytest.raises(ConnectionError):
+        ours.generate(ids, **turn, streamer=Disconnected(4), **with_cache(cache))
+    again = torch.cat([ids, new.flip(1)], 1)
+    with OTHERS as error:
+        ours.generate(again, **turn, **with_cache(cache))
+    assert "give each turn a copy, cache.fork()" in str(error.value)
+    with pytest.raises(NotImplementedError, match="not recorded") as error:
+        cache.crop(-2)
+    assert "cache.fork()" in str(error.value)
+    fresh = H2OCache(ours.config, **SMALL)
+    ours.generate(first, **turn, **with_cache(fresh))
+    wanted = ours.generate(again, **turn, **with_cache(fresh))
+    assert torch.equal(ours.generate(again, **turn, **with_cache(kept)), wanted)
 
 
 WAYS = {

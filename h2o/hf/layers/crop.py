@@ -68,13 +68,15 @@ def _check_record(h2o_layers: Sequence[Any], left: int) -> None:
         if layer.last is None:
             raise NotImplementedError(
                 "an H2OCache cannot remove tokens of a pass that was not recorded: evicted keys "
-                "cannot be restored. Call cache.activate_past_recording() before the forward pass"
+                "cannot be restored. Give generate() a copy, cache.fork(), if you may have to drop "
+                "its tokens, or call cache.activate_past_recording() before a single forward pass"
             )
         began = layer.last[0].numbers["seen"]
         if left < began:
             raise NotImplementedError(
                 "an H2OCache can only remove tokens of its last forward pass, which began after "
-                f"{began} of {layer.seen} tokens. This crop() would leave {left}"
+                f"{began} of {layer.seen} tokens. This crop() would leave {left}. To go back "
+                "further, keep a copy, cache.fork(), from before the tokens"
             )
 
 
