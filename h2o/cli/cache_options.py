@@ -150,9 +150,9 @@ def add_cache_options(group: Any, names: Sequence[str] = tuple(OPTIONS), **defau
     group.add_argument(
         "--budget", type=AMOUNT, metavar="B",
         help="alone: budget of the recommended policy, a number of tokens or a fraction of a full "
-        "cache's bytes; with --preset: a number of tokens or a fraction of the keys (of the bytes "
-        f"with --budget-unit bytes). {DEFAULT_BUDGET} if neither it nor --heavy nor --recent is "
-        "given",
+        f"cache's bytes (default {DEFAULT_BUDGET}, unless --heavy or --recent is given). With "
+        "--preset: a number of tokens or a fraction of the keys, or of the bytes if --budget-unit "
+        "is bytes",
     )  # fmt: skip
     for name in names:
         field = OPTIONS[name]
