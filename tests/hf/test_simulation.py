@@ -578,10 +578,11 @@ def test_peft_models():
 @pytest.mark.parametrize(
     ("chosen", "error", "words"),
     [
-        ({"masks": MASKS["local"], "sinks": 2}, ValueError, "heavy and recent only"),
-        ({"masks": MASKS["global"], "prompt_length": 5}, ValueError, "no prompt"),
-        ({"masks": MASKS["global"], "ratio_of": "prompt"}, ValueError, "ratio_of at"),
-        ({"masks": MASKS["local"], "ratio_of": "prompt"}, ValueError, "ratio_of at"),
+        ({"masks": MASKS["local"], "heavy": 9, "sinks": 2}, ValueError, "heavy and recent only"),
+        ({"masks": MASKS["local"]}, ValueError, "such as heavy=0.1, recent=0.1, not budget"),
+        ({"masks": MASKS["global"], "heavy": 9, "prompt_length": 5}, ValueError, "no prompt"),
+        ({"masks": MASKS["global"], "heavy": 9, "ratio_of": "prompt"}, ValueError, "ratio_of at"),
+        ({"masks": MASKS["local"], "heavy": 9, "ratio_of": "prompt"}, ValueError, "ratio_of at"),
         ({"masks": "mask-local"}, TypeError, r'such as masks=MASKS\["local"\].* not .mask-local'),
         ({"prompt_length": 0}, ValueError, "prompt_length must be a number of tokens"),
         ({"prompt_length": [4, 0]}, ValueError, "prompt_length must be a number of tokens"),
