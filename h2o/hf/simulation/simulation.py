@@ -90,8 +90,8 @@ def simulated(
             `min_tokens`, or one `budget`. If keywords without `min_tokens` give fractions of a text
             so short that the lower limit of 128 keys decides, a UserWarning says so.
         masks: a rule that replaces the cache's policy and uses only `heavy` and `recent`, one of
-            which must be given, without `min_tokens`. `h2o.evaluation.published_masks.MASKS` has the rules with which the
-            authors of H2O measured.
+            which must be given, without `min_tokens`. `h2o.evaluation.published_masks.MASKS` has
+            the rules with which the authors of H2O measured.
         prompt_length: number of tokens before the first eviction, without padding, for all rows or
             one number per row. 1 evicts from the very beginning (Zhang et al., NeurIPS 2023,
             Algorithm 1). Not with masks that have no prompt.
