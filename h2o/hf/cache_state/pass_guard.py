@@ -20,8 +20,7 @@ from h2o.compat import calls_a_module
 from h2o.compat_wrappers import has_transforms
 from h2o.config.layer_plan import LayerPlan
 from h2o.hf.cache_state.pins import Pins
-from h2o.hf.cache_state.rope_deltas import put_rope_deltas
-from h2o.hf.cache_state.row_state import LastPass, RowState
+from h2o.hf.cache_state.row_state import LastPass, RowState, put_rope_deltas
 from h2o.hf.cache_state.seen_text import SeenText
 
 WITHOUT_CACHE = (
