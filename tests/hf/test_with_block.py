@@ -11,8 +11,8 @@ import h2o
 from tests.hf.tiny import model
 
 BLOCKS = {
-    "patched": lambda ours: h2o.patched(ours, heavy=4, recent=4),
-    "simulated": lambda ours: h2o.simulated(ours, heavy=4, recent=4),
+    "patched": lambda ours: h2o.patched(ours, heavy=40, recent=40),
+    "simulated": lambda ours: h2o.simulated(ours, heavy=40, recent=40),
     "packed_weights": h2o.packed_weights,
 }
 every_block = pytest.mark.parametrize("name", BLOCKS)
