@@ -224,7 +224,7 @@ def test_tokens_of_a_prompt_are_taken_back(head_shares):
             'head_shares="echo" requires score_by="mean-echo", not \'max\'. The preset echo sets '
             'head_shares="echo": give score_by="mean-echo", or use the preset robust',
         ),
-        ({"head_shares": "echo"}, 'head_shares="echo" requires score_by="mean-echo"'),
+        ({"heavy": 0.1, "head_shares": "echo"}, 'head_shares="echo" requires score_by="mean-echo"'),
     ],
 )
 def test_refusals(parameters, message):
