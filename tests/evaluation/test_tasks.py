@@ -443,7 +443,7 @@ def test_a_task_that_generates_is_known_before_anything_is_measured(
         (["--budget", "0.2", "--model_args", "a=1", "--predict_only"], "leave out .* --budget"),
         (["--compare", "full", "--model_args", "heavy=4"], "go into --compare"),
         (["--compare", "mask-local:4+4", "--protocol", "drop"], "a mask, not a cache"),
-        (["--variant", "local", "--protocol", "drop"], "a mask, not a cache"),
+        (["--variant", "local", "--heavy", "4", "--protocol", "drop"], "a mask, not a cache"),
         (["--compare", "mask-local:4+4", "--prompt-length", "9"], "'local' have no prompt"),
         (["--variant", "full", "--heavy", "4"], "heavy has no meaning"),
         (["--heavy", "0", "--recent", "0"], "budget of 0"),
