@@ -74,8 +74,8 @@ def new_text(cache: Any) -> NewText | None:
             embedded = here.get("inputs_embeds") is not None
             ids = here.get("input_ids", ids)
             outer += [here["position_ids"]] if "position_ids" in here else []
-        elif "model_inputs" in here and "forward" not in calls:
-            ids = here["model_inputs"].get("input_ids", ids)
+        elif name == "prepare_inputs_for_generation" and ids is None:
+            ids = here.get("model_inputs", {}).get("input_ids")
         elif "position_ids" in here:
             inner.append(here["position_ids"])
         if name == "_prefill" and here.get("next_sequence_length"):

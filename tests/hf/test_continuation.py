@@ -211,7 +211,7 @@ def test_a_turn_that_an_error_ended_leaves_a_copy_as_it_was():
     again = torch.cat([ids, new.flip(1)], 1)
     with OTHERS as error:
         ours.generate(again, **turn, **with_cache(cache))
-    assert "give each turn a copy, cache.fork()" in str(error.value)
+    assert "turn = cache.fork()" in str(error.value)
     with pytest.raises(NotImplementedError, match="not recorded") as error:
         cache.crop(-2)
     assert "cache.fork()" in str(error.value)
@@ -427,7 +427,7 @@ def test_questions_about_another_document(readings):
         ours, asking, cache.config, rows=2, prefix=cache, max_new_tokens=3
     )
     assert first.ids == third.ids
-    assert "are not the ones that the cache has seen" in str(second.error)
+    assert "are not those that the prefix has read" in str(second.error)
 
 
 @pytest.mark.parametrize("name", ["llama", *LATENT])

@@ -80,7 +80,7 @@ def test_no_budget_means_the_same_in_commands_lm_eval_and_vllm():
         assert setting == named
         assert parts(setting.config) == parts(dataclasses.replace(wanted, **defaults))
         help_text = " ".join(parser.format_help().split())
-        assert "0.2 if neither it nor --heavy nor --recent is given" in help_text
+        assert "(default 0.2, unless --heavy or --recent is given)" in help_text
         assert "never evicted (4; 0 with --heavy or --recent)" in help_text
     assert from_options() == from_options(budget=0.2)
     assert config_of_entry({}) == config_of_entry({"budget": 0.2})

@@ -255,10 +255,14 @@ def test_a_cache_that_can_be_compiled_knows_its_text():
     ours, (row,) = shared("llama"), prompts(12)
     cache = H2OCache(ours.config, compileable=True, **ROOM)
     out = ours.generate(row, max_new_tokens=4, do_sample=False, **with_cache(cache))
-    edited = torch.cat([out, MORE], 1)
-    edited[0, 3] = 90 - edited[0, 3]
-    with pytest.raises(ValueError, match="are not the ones that the cache has seen"):
-        ours.generate(edited, max_new_tokens=4, do_sample=False, **with_cache(cache))
+    longer = torch.cat([out, MORE], 1)
+    for column in (3, 13):  # in the prompt and in the answer
+        edited = longer.clone()
+        edited[0, column] = 90 - edited[0, column]
+        with pytest.raises(ValueError, match="are not the ones that the cache has seen"):
+            ours.generate(edited, max_new_tokens=4, do_sample=False, **with_cache(cache))
+    got = ours.generate(longer, max_new_tokens=4, do_sample=False, **with_cache(cache))
+    assert torch.equal(got, ours.generate(longer, max_new_tokens=4, do_sample=False))
 
 
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])

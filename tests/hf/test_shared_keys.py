@@ -6,7 +6,6 @@ test_families.py crosses these models with modes and policies.
 from __future__ import annotations
 
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,9 +43,18 @@ def stepwise(ours, ids, cache, pieces):
 # ---- One layer ---------------------------------------------------------------------------------
 
 H, G, D = 4, 2, 8
-OWN, LATER, LAST = (
-    SimpleNamespace(layer_idx=i, training=False, num_key_value_groups=H // G) for i in range(3)
-)
+
+
+class Attention(torch.nn.Module):
+    """The attention module of one layer, as far as a cache asks for it."""
+
+    def __init__(self, layer_idx, training=False):
+        super().__init__()
+        self.layer_idx, self.num_key_value_groups = layer_idx, H // G
+        self.train(training)
+
+
+OWN, LATER, LAST = map(Attention, range(3))
 
 
 def a_pass(layer, Q, seed, B=2, mask=None):
@@ -129,7 +137,7 @@ def test_training_is_refused_in_later_layers_too():
     key, value = layer.update(torch.randn(1, G, 5, D), torch.randn(1, G, 5, D))
     query = torch.randn(1, H, 5, D, requires_grad=True)
     layer.attend(AttentionCall(OWN, query, key, value))
-    training = SimpleNamespace(layer_idx=1, training=True)
+    training = Attention(1, training=True)
     with pytest.raises(RuntimeError, match="for inference"):
         layer.attend(AttentionCall(training, query, key, value))
     out = layer.attend(AttentionCall(LATER, query, key, value))

@@ -44,11 +44,11 @@ class Program:
 
     def __init__(self, name, choices, path):
         self.name, self.ours, self.path = name, shared(name), path
-        prompt, self.gives, turn, between = choices
+        prompt, gives, turn, between = choices
         self.cache, self.passes = H2OCache(self.ours, heavy=60, recent=60), []
         if between == "crop":
             self.cache.activate_past_recording()
-        self.run(12, prompt, 4, self.gives)
+        self.run(12, prompt, 4, gives)
         if turn:
             self.run(6, turn, 2, True)
         getattr(self, between)()
@@ -85,14 +85,16 @@ class Program:
         self.passes[-1] = tuple(x if x is None else x[:, :-2] for x in self.passes[-1])
 
     def history(self, row, counts_columns):
-        """Ids and positions of a row, if the model counts columns or tokens by itself."""
+        """Ids and positions of a row, if the model counts columns or tokens by itself. Also whether
+        its last token has the number of its column as position."""
         ids, masks = (torch.cat([x[i][row] for x in self.passes]) for i in (0, 1))
         counted = torch.arange(len(masks)) if counts_columns else masks.cumsum(0) - 1
         parts = counted.split([x[0].shape[1] for x in self.passes])
         positions = [
             own if x[2] is None else x[2][row] for x, own in zip(self.passes, parts, strict=True)
         ]
-        return ids[masks.bool()], torch.cat(positions)[masks.bool()]
+        positions = torch.cat(positions)[masks.bool()]
+        return ids[masks.bool()], positions, bool(positions[-1] == masks.nonzero().max())
 
     def follow(self, new, mask, positions):
         """Logits of new tokens from the cache, and all those that are right, for each row."""
@@ -119,9 +121,9 @@ class Program:
         given = {name: x for name, x in given.items() if x is not None}
         got = self.ours(ids, **given, **with_cache(self.cache)).logits
         for row, counts_columns in itertools.product(range(2), (True, False)):
-            before, at = self.history(row, counts_columns)
+            before, at, is_column = self.history(row, counts_columns)
             after = [positions[row]] if positions is not None else [int(at.max()) + 1 + order]
-            if positions is None and counts_columns and not self.gives:
+            if positions is None and is_column:  # transformers goes on to number columns
                 after.append(columns + order)
             for then in after:
                 text, places = torch.cat([before, ids[row]])[None], torch.cat([at, then])[None]

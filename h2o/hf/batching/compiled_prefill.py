@@ -50,6 +50,7 @@ class CompiledPrefill:
         """Largest number of prompts in a forward pass"""
         self.cache = H2OCache(model.config, like.config, compileable=True)
         """Prompt i of the last forward pass is in row i"""
+        self.cache.guard.has_independent_rows = True
         self._bounds = writable(torch.zeros(prompts + 1, dtype=torch.int64, device="cpu"))
         for layer, other in zip(self.cache.layers, like.layers, strict=True):
             layer.runner = PackedRunner(self._bounds)

@@ -67,7 +67,9 @@ def check_text(cache: Any, seen: int, new: int) -> None:
     states = guard.row_states if is_step else columns.advance(guard.row_states, tokens, seen)
     if guard.counts_padding and not (is_on_gpu and not guard.ends_in_padding):
         states = _with_padding(guard, states, text.mask, seen, new)
-    guard.states_of_pass, guard.last_pass = states, None
+    # None if nothing changes: a captured graph would depend on this.
+    guard.states_of_pass = None if states == guard.row_states else states
+    guard.last_pass = None
     if guard.records_passes:
         whole = text.mask if guard.counts_padding else None
         guard.last_pass = LastPass(guard.row_states, tokens, whole, seen, columns.cut(new))
@@ -85,7 +87,7 @@ def _new_columns(guard: PassGuard, text: NewText, seen: int, new: int) -> NewCol
         if mask.shape[1] not in (seen + new, seen + new if guard.has_windows else new):
             raise mask_length_error(mask.shape[1], seen, new)
         mask = mask[:, mask.shape[1] - new :]
-    if positions is not None and positions.shape[-1] != new:
+    if positions is not None and (positions.shape[-1] != new or positions.is_meta):
         positions = None
     return NewColumns(new, mask, positions)
 
@@ -175,9 +177,10 @@ def _check_continuation(
         return False
     if len({len(tokens), positions.shape[1]} - {1}) > 1:
         return False  # wrong batch size, which the first layer reports
-    if cache.config.positions == "cache_relative" and not positions.any():
-        return False  # the cache computes its own
-    return _check_positions(cache.guard, seen, text, new, tokens)
+    is_relative = cache.config.positions == "cache_relative"  # the cache computes its own
+    if is_relative and not positions.any():
+        return False
+    return _check_positions(cache.guard, seen, text, new, tokens, is_relative=is_relative)
 
 
 def _needs_mask(guard: PassGuard, seen: int, text: NewText, tokens: list[int]) -> bool:
@@ -208,10 +211,17 @@ def _check_counts(said: list[int], tokens: list[int], seen: int) -> None:
 
 
 def _check_positions(
-    guard: PassGuard, seen: int, text: NewText, new: int, tokens: list[int]
+    guard: PassGuard,
+    seen: int,
+    text: NewText,
+    new: int,
+    tokens: list[int],
+    *,
+    is_relative: bool,
 ) -> bool:
-    """Check that no new token has the position of an earlier one, and that positions which no
-    caller chose continue the row. Return as `_check_continuation`.
+    """Check that no new token has the position of an earlier one. Unless positions `is_relative` to
+    the cache, also check that those which no caller chose continue the row, or go on to number
+    columns. Return as `_check_continuation`.
 
     `tokens`: number of tokens in each row, or in all, before the pass."""
     assert text.positions is not None
@@ -235,12 +245,14 @@ def _check_positions(
         late |= ~mask.to(late.device)
     if not late.all():
         raise _overlap(guard, seen, text, new, late, least)
-    if text.is_chosen:
+    if text.is_chosen or is_relative:
         return False
     for row, end in enumerate(expected):
         real = positions[row] if mask is None else positions[row][mask[row % len(mask)]]
-        if end is None or not len(real) or end in (int(positions[row, 0]), int(real[0])):
-            continue
+        first = int(positions[row, 0])
+        counts_columns = first == seen and guard.row_state(row).counts_columns
+        if not end or not len(real) or end in (first, int(real[0])) or counts_columns:
+            continue  # unknown, no tokens before, none now, or continued
         raise ValueError(
             f"the model numbers the new tokens of row {row} from position {int(real[0])}, but "
             f"earlier ones end before {end}. Pass position_ids that continue there"

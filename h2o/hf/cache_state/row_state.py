@@ -30,6 +30,8 @@ class RowState:
     """Difference between the next token's position and the row's number of tokens. 0 if positions
     count tokens. The number of padding columns if they count columns. Usually negative after an
     image, whose tokens share positions. None if unknown, because another cache saw the text."""
+    counts_columns: bool = True
+    """Whether the last token has the number of its column as position."""
     ends_in_padding: bool = False
     """Whether the last column was padding. Tracked for models whose sliding windows or states count
     padding after a token as text."""
@@ -53,17 +55,6 @@ class NewColumns:
         )
         return NewColumns(Q, mask, positions)
 
-    def ends(self, seen: int) -> list[int | None]:
-        """The position after the last token of each row [B or 1]; None for a row of padding.
-
-        `seen`: number of columns before these."""
-        if self.positions is None:
-            return [seen + self.Q]
-        last = self.positions.amax(0)
-        if self.mask is not None:
-            last = last.masked_fill(self.mask.to(last.device) == 0, -1)
-        return [None if x < 0 else x + 1 for x in last.amax(-1).tolist()]
-
     def advance(
         self, states: Sequence[RowState], tokens: Sequence[int] | None, seen: int
     ) -> list[RowState]:
@@ -76,13 +67,36 @@ class NewColumns:
         """
         if tokens is None:
             return [RowState(None)]
-        new = [self.Q] if self.mask is None else (self.mask != 0).sum(-1).tolist()
+        new, last = [self.Q], [seen + self.Q - 1]  # number of tokens, column of the last one
+        if self.mask is not None:
+            is_token = self.mask != 0
+            order = torch.arange(seen, seen + self.Q, device=is_token.device)
+            new, last = is_token.sum(-1).tolist(), (order * is_token).amax(-1).tolist()
+        ends = last if self.positions is None else self._ends([x - seen for x in last])
         return _merge(
             [
-                state if end is None or not n else RowState(end - before - n)
-                for state, before, n, end in broadcast(states, tokens, new, self.ends(seen))
+                state
+                if n == 0
+                else RowState(None if end is None else end + 1 - before - n, end == column)
+                for state, before, n, column, end in broadcast(states, tokens, new, last, ends)
             ]
         )
+
+    def _ends(self, last: list[int]) -> list[int | None]:
+        """The largest position of each row [B or 1]. None if more of an image or a video may
+        follow, whose tokens can have smaller positions.
+
+        `last`: index of the last token of each row, or of all."""
+        assert self.positions is not None
+        positions = self.positions.amax(0)
+        if self.mask is not None:
+            positions = positions.masked_fill(self.mask.to(positions.device) == 0, -1)
+        ends: list[int | None] = positions.amax(-1).tolist()
+        if len(self.positions) == 1:
+            return ends
+        least = self.positions.amin(0).tolist()  # the same in all dimensions for a token of text
+        rows = broadcast(ends, last, least)
+        return [end if at_last[index] == end else None for end, index, at_last in rows]
 
 
 @dataclass(frozen=True)
