@@ -57,9 +57,7 @@ def _file_digest(file: Path) -> str:
             digest.update(buffer[:size])
     # A state that is newer, or that has changed meanwhile, may be that of other contents.
     if is_large and max(state[2:]) < now - SETTLED and state == _state(file):
-        with contextlib.suppress(
-            OSError, RuntimeError
-        ):  # without a folder for it, it is not stored
+        with contextlib.suppress(OSError, RuntimeError):  # if there is no folder for it
             place = _place(file)
             place.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(place) as draft:

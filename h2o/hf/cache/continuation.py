@@ -118,20 +118,25 @@ def check_ids(text: SeenText, ids: Tensor, mask: Tensor | None = None) -> None:
             "seen. input_ids must be everything seen so far, followed by new tokens. Append the "
             "ids of the new turn to the ids that generate() returned, as h2o.next_turn does: a "
             "chat template that drops earlier reasoning, or tokenizing the answer again, gives "
-            "different ids. If an error ended generate() before it returned, the cache has seen "
-            "its prompt and the ids that were streamed: append to these. To be able to repeat a "
-            "turn, run it on a copy (turn = cache.fork()), and keep the copy once the turn is "
-            "done. After a beam search the cache holds the beams that were searched last, not the "
-            "returned sequences. To start another text call cache.reset(), or use a new H2OCache "
-            "or h2o.patched()"
+            f"different ids. {_LOST_TURN}. After a beam search the cache holds the beams that were "
+            "searched last, not the returned sequences. To start another text call cache.reset(), "
+            "or use a new H2OCache or h2o.patched()"
         )
 
 
 def no_new_tokens(seen: int) -> ValueError:
     return ValueError(
         f"no new tokens: the cache has seen {seen} tokens, and input_ids adds none. Pass the "
-        "earlier tokens followed by new ones, or call cache.reset() for another text"
+        f"earlier tokens followed by new ones, or call cache.reset() for another text. {_LOST_TURN}"
     )
+
+
+_LOST_TURN = (
+    "If an error ended generate() before it returned, the cache has seen its prompt and the ids "
+    "that were streamed: append to these. To be able to repeat a turn, run it on a copy (turn = "
+    "cache.fork()), and keep the copy once the turn is done"
+)
+"""Advice for a server whose client has disconnected, or whose streamer raised an error"""
 
 
 def _check_can_continue(seen: int, text: NewText) -> None:
@@ -297,8 +302,8 @@ def _overlap(
         f"the cache has seen {seen} tokens, and the new ones begin at position "
         f"{int(positions[row][~late[row]][0])} of row {row}, where at least {int(least[row])} was "
         "expected. input_ids must be everything seen so far, followed by new tokens. If the tokens "
-        "of a forward pass are all new, pass position_ids that continue there. To start another "
-        "text call cache.reset(), or use a new H2OCache or h2o.patched()"
+        f"of a forward pass are all new, pass position_ids that continue there. {_LOST_TURN}. To "
+        "start another text call cache.reset(), or use a new H2OCache or h2o.patched()"
     )
 
 
