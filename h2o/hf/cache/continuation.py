@@ -243,6 +243,7 @@ def _check_positions(
     at_least = [_UNBOUNDED if guard.has_rope_deltas else n for n in tokens * (B // len(tokens))]
     least = torch.tensor(
         [n if x is None else x for n, x in zip(at_least, expected, strict=True)],
+        dtype=torch.long,
         device=positions.device,
     )
     late = positions >= least[:, None]

@@ -150,7 +150,7 @@ def _one_row(ids: Any) -> Tensor:
             f"ids is a {type(ids).__name__}; expected token ids [1, n], as generate() returns them "
             "(out, or out.sequences with return_dict_in_generate=True)"
         )
-    row = torch.as_tensor(ids)
+    row = ids if isinstance(ids, Tensor) else torch.as_tensor(ids, device="cpu")
     row = row[None] if row.ndim == 1 else row
     if row.numel() == 0:
         raise ValueError(
