@@ -109,7 +109,8 @@ class Conversation:
     def next_ids(self, message: str) -> torch.Tensor:
         """The ids of the conversation with a new message: int [1, n]."""
         if self.ids is not None:
-            return h2o.next_turn(self.tokenizer, self.ids, message)
+            ends = self.model.generation_config.eos_token_id
+            return h2o.next_turn(self.tokenizer, self.ids, message, eos_token_id=ends)
         chat = [*self.opening, {"role": "user", "content": message}]
         inputs = self.tokenizer.apply_chat_template(
             chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -166,13 +167,16 @@ class Handler(BaseHTTPRequestHandler):
             user = body["user"]
             if not (isinstance(user, str) and isinstance(body.get("message", ""), str)):
                 raise TypeError
-            actions[self.path](user, body)
+            if self.path == "/chat":
+                body["max_new_tokens"] = int(body.get("max_new_tokens", 10**9))
+                body["message"]
         except (ValueError, KeyError, TypeError):
-            self.send_error(400, 'expected {"user": "...", "message": "..."}')
+            return self.send_error(400, 'expected {"user": "...", "message": "..."}')
+        actions[self.path](user, body)
 
     def chat(self, user: str, body: dict[str, Any]) -> None:
-        message, most = body["message"], self.server.options.max_new_tokens
-        limit = min(most, max(1, int(body.get("max_new_tokens", most))))
+        most = self.server.options.max_new_tokens
+        message, limit = body["message"], min(most, max(1, body["max_new_tokens"]))
         conversation = self.server.conversation(user)
         if conversation is None:
             return self.send_error(503, "too many users: post one to /forget")

@@ -43,8 +43,8 @@ class NewText(NamedTuple):
     """[dims, B or 1, Q], with several positions per token in multimodal models. None if the model
     computes them later or has none."""
     is_chosen: bool
-    """Whether the caller chose the positions. Otherwise the model or `generate()` numbered all
-    columns, or `generate()` all tokens by the mask."""
+    """Whether the caller gave positions. False if the model or `generate()` computed them, from the
+    columns or from the mask."""
     is_injected: bool
     """Whether a wrapper of the model replaced the input of a decode step by embeddings."""
     ids: Tensor | None
@@ -64,7 +64,7 @@ def new_text(cache: Any) -> NewText | None:
 
     For a cache that can be compiled `generate()` makes the mask before forward(). The ids and
     positions are then those of `prepare_inputs_for_generation`."""
-    masks, outer, inner, calls = [], [], [], set()
+    masks, of_forward, of_others, calls = [], [], [], set()
     embedded, ids, dropped, config = False, None, None, None
     for name, here in _calls_under_way(cache):
         calls.add(name)
@@ -73,17 +73,18 @@ def new_text(cache: Any) -> NewText | None:
         if name == "forward":
             embedded = here.get("inputs_embeds") is not None
             ids = here.get("input_ids", ids)
-            outer += [here["position_ids"]] if "position_ids" in here else []
+            of_forward += [here["position_ids"]] if "position_ids" in here else []
         elif name == "prepare_inputs_for_generation" and ids is None:
             ids = here.get("model_inputs", {}).get("input_ids")
         elif "position_ids" in here:
-            inner.append(here["position_ids"])
+            of_others.append(here["position_ids"])
         if name == "_prefill" and here.get("next_sequence_length"):
             dropped = here["input_ids"][:, : -here["next_sequence_length"]]
     if not masks:
         return None
-    # The innermost forward() has the positions as the model completed them.
-    given, used = (outer[-1], outer[0]) if outer else ((inner or [None])[0],) * 2
+    # The innermost forward(), the first one here, has the positions as the model completed them.
+    positions = of_forward or of_others[:1] or [None]
+    given, used = positions[-1], positions[0]
     if hasattr(given, "h2o_replaces"):
         given = used = given.h2o_replaces[0]
     mask = masks[0] if isinstance(masks[0], Tensor) and masks[0].ndim == 2 else None

@@ -284,7 +284,7 @@ class Analysis:
         """Share of a full cache's attention that is kept: float32 [H], with `per_token` [H, n].
 
         For a token this is the softmax over all keys, summed over those that a cache with the
-        config would hold then. Another config, as for `analyze`, takes another forward pass.
+        config would hold when it comes. Another config, as for `analyze`, takes another pass.
         """
         check_flag("per_token", per_token)
         given, how = h2o_config or parameters, (h2o_config, parameters, self.retained_mass)

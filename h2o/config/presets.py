@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from h2o.budgets import (
+    DEFAULT_BUDGET,
     UNLIMITED,
     Amount,
     Budget,
@@ -63,7 +64,7 @@ class Presets:
     def preset(
         cls,
         name: str,
-        budget: Amount,
+        budget: Amount = DEFAULT_BUDGET,
         budget_unit: BudgetUnit = "keys",
         profile: Any = None,
     ) -> Self:

@@ -81,7 +81,6 @@ def test_pins_and_the_record_of_evictions_reach_the_cache(plain):
     "arguments",
     [
         {"budget": 0.2, "heavy": 4},
-        {"preset": "robust"},
         {"preset": "best", "budget": 0.2},
         {**ROBUST, "heavy": 4},
         {**ROBUST, "budget_unit": "bites"},

@@ -25,7 +25,8 @@ def generate(model, preset=None, budget=None, **arguments):
     options = {x: arguments.pop(x) for x in ("pinned", "trace") if x in arguments}
     config = arguments.pop("h2o_config", None)
     if preset is not None:
-        config = h2o.H2OConfig.preset(preset, budget, budget_unit=fields.pop("budget_unit", "keys"))
+        how = {} if budget is None else {"budget": budget}
+        config = h2o.H2OConfig.preset(preset, budget_unit=fields.pop("budget_unit", "keys"), **how)
     elif budget is not None:
         fields["budget"] = budget
     with h2o.patched(model, config, **options, **fields):

@@ -116,7 +116,7 @@ def generate_all(
             "echo. Use rows= instead of bytes=, or heavy and recent in tokens, not shared by echo"
         )
     check_generation(generation_config)
-    check_template_arguments(chat_template_kwargs or {})
+    check_template_arguments({} if chat_template_kwargs is None else chat_template_kwargs)
     check_tokenizer(tokenizer, prompts if isinstance(prompts, Sequence) else ())
     batch = RowBatch(model, config, compileable)
     config = batch.cache.config  # a model without rotary positions, for example, has no echo

@@ -330,8 +330,8 @@ class H2OCache(CacheInspection):
         if layer_idx >= len(self.layers):
             raise ValueError(
                 f"layer {layer_idx} of the model was given a cache of {len(self.layers)} layers. "
-                f"Make the H2OCache from the config of the model that uses it. If layers were "
-                f"removed from it, {NUMBER_LAYERS}"
+                "Make the H2OCache from the config of the model that uses it. If you removed "
+                f"layers from the model, {NUMBER_LAYERS}"
             )
         guard, layer = self.guard, self.layers[layer_idx]
         if guard.kinds[layer_idx] == "cross":  # not part of every pass, so the guard ignores it

@@ -224,11 +224,14 @@ def _check_positions(
     *,
     is_relative: bool,
 ) -> bool:
-    """Check that no new token has the position of an earlier one. Unless positions `is_relative` to
-    the cache, also check that those which no caller chose continue the row, or go on to number
-    columns. Return as `_check_continuation`.
+    """Check that no new token has the position of an earlier one. If the model or `generate()`
+    computed the positions, also check that they continue the row's numbering. Return as
+    `_check_continuation`.
 
-    `tokens`: number of tokens in each row, or in all, before the pass."""
+    Args:
+        tokens: number of tokens in each row, or in all, before the pass.
+        is_relative: positions are relative to the cache, so that numbering may have gaps.
+    """
     assert text.positions is not None
     positions = text.positions.amin(0)
     expected = [

@@ -34,7 +34,7 @@ NUMBER_LAYERS = (
     "number the layers (for i, layer in enumerate(model.model.layers): layer.self_attn.layer_idx = "
     "i), set config.num_hidden_layers to how many there are, and make a new H2OCache"
 )
-"""What to do for a model with fewer layers than its last layer's number says"""
+"""What to do after layers were removed from a model, whose others keep their old numbers"""
 
 _lock = threading.Lock()
 """Guards `_thread` of all caches. They share one lock, because locks cannot be copied."""

@@ -10,12 +10,12 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_OF_TOKENS = {
-    "continue_final_message", "max_length", "padding", "return_assistant_tokens_mask",
-    "return_dict", "return_tensors", "sanitize_control_tokens", "tokenize", "tokenizer_kwargs",
-    "truncation",
+_NOT_FOR_TEMPLATES = {
+    "continue_final_message", "conversation", "ids", "max_length", "messages", "padding",
+    "return_assistant_tokens_mask", "return_dict", "return_tensors", "sanitize_control_tokens",
+    "tokenize", "tokenizer", "tokenizer_kwargs", "truncation",
 }  # fmt: skip
-"""Arguments of `apply_chat_template` that are not for the template"""
+"""Arguments of `apply_chat_template`, and of the functions here, that are not for the template"""
 
 
 def is_chat(prompt: Any) -> bool:
@@ -31,7 +31,7 @@ def check_template_arguments(arguments: Any) -> None:
             "the arguments of a chat template are a dict such as "
             f'{{"enable_thinking": False}}, not a {type(arguments).__name__}'
         )
-    if wrong := sorted(_OF_TOKENS & set(arguments)):
+    if wrong := sorted(_NOT_FOR_TEMPLATES & set(arguments)):
         raise TypeError(
             f"{', '.join(wrong)}: not for the chat template. Leave it out, and pass only what the "
             "template reads, such as tools=, documents= or enable_thinking="
@@ -59,24 +59,17 @@ def render(tokenizer: Any, messages: Sequence[Any], **arguments: Any) -> str:
         TypeError: one of the `arguments` is not for the template.
         ValueError: the tokenizer has no chat template, or the template raises an error.
     """
-    check_template_arguments(arguments)
-    _check_has_template(tokenizer, arguments)
-    try:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
-    except Exception as error:  # an error of Jinja, or of anything that a template calls
-        raise ValueError(f"the chat template cannot render this chat: {error}") from error
+    text: str = _apply(tokenizer, messages, {"tokenize": False, **arguments}, arguments)
     return text
 
 
 def prompt_ids(tokenizer: Any, messages: Sequence[Any], **arguments: Any) -> Any:
     """Token ids of a chat as a prompt. By default they end with the header of the answer.
 
-    Raises: as `render`, and any error of the template.
+    Raises: as `render`.
     """
-    check_template_arguments(arguments)
-    _check_has_template(tokenizer, arguments)
-    how = {"add_generation_prompt": True, **arguments}
-    return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **how)
+    how = {"add_generation_prompt": True, "tokenize": True, "return_dict": False, **arguments}
+    return _apply(tokenizer, messages, how, arguments)
 
 
 def contains_message(text: str, message: Any) -> bool:
@@ -103,10 +96,18 @@ def encode(tokenizer: Any, text: str) -> tuple[list[int], list[int] | None]:
     return list(encoded["input_ids"]), [start for start, _ in encoded["offset_mapping"]]
 
 
-def _check_has_template(tokenizer: Any, arguments: Mapping[str, Any]) -> None:
+def _apply(
+    tokenizer: Any, messages: Sequence[Any], how: dict[str, Any], arguments: Mapping[str, Any]
+) -> Any:
+    """Call `apply_chat_template` with `how`, which includes the `arguments` of the template."""
+    check_template_arguments(arguments)
     has_own = getattr(tokenizer, "chat_template", "") is not None
     if not has_own and arguments.get("chat_template") is None:
         raise ValueError(
             "this tokenizer has no chat template. Use the tokenizer of an instruct model, set "
             "tokenizer.chat_template, or pass chat_template="
         )
+    try:
+        return tokenizer.apply_chat_template(messages, **how)
+    except Exception as error:  # an error of Jinja, or of anything that a template calls
+        raise ValueError(f"the chat template cannot render this chat: {error}") from error
