@@ -16,6 +16,7 @@ from h2o.compat import CROPS_TO_LENGTH, with_cache
 from tests.hf.test_families import ALIKE
 from tests.hf.tiny import (
     FAMILIES,
+    IMAGE,
     LATENT,
     batch,
     greedy,
@@ -362,3 +363,48 @@ def test_beams_of_a_fork_with_several_rows(name):
     text = {"input_ids": torch.cat([read, ids[:, :3]], 1)}
     got = greedy(ours, text, 4, num_beams=2, **with_cache(cache.fork(rows=2)))
     assert got.tolist() == greedy(model(name), text, 4, num_beams=2).tolist()
+
+
+def up_to_image(name):
+    """Inputs whose last tokens are those of an image."""
+    inputs = with_image(name, batch(prompts(40)))
+    end = int((inputs["input_ids"][0] == IMAGE).nonzero().max()) + 1
+    return {key: x[:, :end] if x.shape[1:] == (40,) else x for key, x in inputs.items()}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+@pytest.mark.parametrize("other_text", [True, False])
+def test_a_text_that_ends_in_an_image(name, other_text):
+    ours, plain, inputs = model(name), model(name, "eager"), up_to_image(name)
+    cache, full = H2OCache(ours.config, **ROOM), DynamicCache(config=plain.config)
+    ours(**inputs, **with_cache(cache))
+    plain(**inputs, **with_cache(full))
+    if other_text:
+        ours(MORE, **with_cache(H2OCache(ours.config, **ROOM)))
+    text = {"input_ids": torch.cat([inputs["input_ids"], MORE], 1)}
+    expected = plain(MORE, **with_cache(copy.deepcopy(full))).logits
+    assert close(ours(MORE, **with_cache(cache.fork())).logits, expected)
+    expected = greedy(plain, text, 4, **with_cache(full)).tolist()
+    assert greedy(ours, text, 4, **with_cache(cache)).tolist() == expected
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_chunks_that_cut_images_and_padding(name):
+    ours, plain = model(name), model(name, "eager")
+    inputs = with_image(name, batch(prompts(40, 40)))
+    inputs["input_ids"][1, :4] = 0
+    inputs["attention_mask"][1, :4] = 0
+    expected = greedy(plain, inputs, 4).tolist()
+    for size in range(2, 20):
+        how = {"prefill_chunk_size": size, **with_cache(H2OCache(ours.config, **ROOM))}
+        assert greedy(ours, inputs, 4, **how).tolist() == expected, size
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_chunks_of_padding_alone(name):
+    """A row has no tokens in the first chunks."""
+    ours, plain, inputs = model(name), model(name, "eager"), batch(prompts(10, 24))
+    inputs["input_ids"] %= 90
+    expected = greedy(plain, inputs, 4).tolist()
+    how = {"prefill_chunk_size": 4, **with_cache(H2OCache(ours.config, **ROOM))}
+    assert greedy(ours, inputs, 4, **how).tolist() == expected

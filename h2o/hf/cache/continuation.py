@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from h2o.compat_calls import NewText, new_text
+from h2o.compat_calls import NewText, chunks_of_prompt, new_text
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention import mask_length_error
 from h2o.hf.cache_state.pass_guard import WITHOUT_CACHE, PassGuard
@@ -182,6 +182,8 @@ def _check_continuation(
         return False
     if len({len(tokens), positions.shape[1]} - {1}) > 1:
         return False  # wrong batch size, which the first layer reports
+    if len(positions) > 1 and chunks_of_prompt() is not None:
+        return False  # computed for the whole prompt, whose images a chunk may cut
     is_relative = cache.config.positions == "cache_relative"  # the cache computes its own
     if is_relative and not positions.any():
         return False
@@ -250,6 +252,10 @@ def _check_positions(
         device=positions.device,
     )
     late = positions >= least[:, None]
+    # Tokens of an image that a pass has cut have positions that differ by dimension, and so have
+    # those that generate() adds to a prompt that ends in an image.
+    in_image = text.positions.amax(0) != text.positions.amin(0)
+    late |= in_image
     if not late.all() and mask is not None:
         late |= ~mask.to(late.device)
     if not late.all():
@@ -260,8 +266,10 @@ def _check_positions(
         real = positions[row] if mask is None else positions[row][mask[row % len(mask)]]
         first = int(positions[row, 0])
         counts_columns = first == seen and guard.row_state(row).counts_columns
-        if not end or not len(real) or end in (first, int(real[0])) or counts_columns:
-            continue  # unknown, no tokens before, none now, or continued
+        if not end or not len(real) or bool(in_image[row % len(in_image)].any()):
+            continue  # unknown, no tokens before, no tokens now, or an image
+        if end in (first, int(real[0])) or counts_columns:
+            continue
         raise ValueError(
             f"the model numbers the new tokens of row {row} from position {int(real[0])}, but "
             f"earlier ones end before {end}. Pass position_ids that continue there"

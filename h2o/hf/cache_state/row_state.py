@@ -72,31 +72,18 @@ class NewColumns:
             is_token = self.mask != 0
             order = torch.arange(seen, seen + self.Q, device=is_token.device)
             new, last = is_token.sum(-1).tolist(), (order * is_token).amax(-1).tolist()
-        ends = last if self.positions is None else self._ends([x - seen for x in last])
+        ends = last
+        if self.positions is not None:
+            positions = self.positions.amax(0)
+            if self.mask is not None:
+                positions = positions.masked_fill(~is_token.to(positions.device), -1)
+            ends = positions.amax(-1).tolist()
         return _merge(
             [
-                state
-                if n == 0
-                else RowState(None if end is None else end + 1 - before - n, end == column)
+                RowState(end + 1 - before - n, end == column) if n else state
                 for state, before, n, column, end in broadcast(states, tokens, new, last, ends)
             ]
         )
-
-    def _ends(self, last: list[int]) -> list[int | None]:
-        """The largest position of each row [B or 1]. None if more of an image or a video may
-        follow, whose tokens can have smaller positions.
-
-        `last`: index of the last token of each row, or of all."""
-        assert self.positions is not None
-        positions = self.positions.amax(0)
-        if self.mask is not None:
-            positions = positions.masked_fill(self.mask.to(positions.device) == 0, -1)
-        ends: list[int | None] = positions.amax(-1).tolist()
-        if len(self.positions) == 1:
-            return ends
-        least = self.positions.amin(0).tolist()  # the same in all dimensions for a token of text
-        rows = broadcast(ends, last, least)
-        return [end if at_last[index] == end else None for end, index, at_last in rows]
 
 
 @dataclass(frozen=True)
