@@ -111,7 +111,9 @@ def one_token_notes(tally: Tally, settings: Iterable[Setting]) -> list[str]:
 
 
 WINDOW_REMEDY = "pass --prompt-length, such as half of --window"
-CONTEXT_REMEDY = "pass --protocol drop, which makes the context the prompt"
+CONTEXT_REMEDY = (
+    "pass --protocol drop, which makes the context the prompt, or --prompt-length with --perplexity"
+)
 
 
 def without_prompt_notes(settings: Iterable[Setting], remedy: str) -> list[str]:

@@ -71,7 +71,7 @@ def test_pass_through(folder, tmp_path, capsys):
     out, err = capsys.readouterr()
     assert "examples_causes" in out
     assert "acc_norm" in out
-    assert "0it" not in err  # an empty progress bar looks like a failed run
+    assert ": 0it" not in err  # an empty progress bar looks like a failed run
     (file,) = (tmp_path / "out").rglob("results_*.json")
     result = json.loads(file.read_text())
     facts = result["config"]["h2o"]

@@ -263,6 +263,7 @@ def test_turns_that_cannot_be_appended():
         (torch.tensor([[5], [6]]), ValueError, "each row"),
         ([], ValueError, "no tokens"),
         (torch.tensor([[0.5]]), TypeError, "float"),
+        ("a text", TypeError, "ids is a str"),
         ({"input_ids": ids}, TypeError, r"out\.sequences"),
     ]:
         with pytest.raises(kind, match=word):
@@ -270,6 +271,9 @@ def test_turns_that_cannot_be_appended():
     for wrong in (5, ["Hi"], []):
         with pytest.raises(TypeError, match="message must be a text"):
             h2o.next_turn(tokenizer, ids, wrong)
+    whole = [{"role": role, "content": "Hi"} for role in ("user", "assistant", "user")]
+    with pytest.raises(ValueError, match="already hold all earlier turns"):
+        h2o.next_turn(tokenizer, ids, whole)
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="no chat template"):
         h2o.next_turn(tokenizer, ids, "Hi")

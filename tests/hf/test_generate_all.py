@@ -334,6 +334,8 @@ def test_prefix():
         torch.tensor([asked[0]], device=ours.device), **with_cache(goes_on), max_new_tokens=3
     )
     assert [result.ids for result in again] == [result.ids for result in results]
+    without_config = h2o.generate_all(ours, asked, rows=2, prefix=cache, max_new_tokens=8)
+    assert [result.ids for result in without_config] == [result.ids for result in results]
 
 
 @pytest.mark.parametrize(

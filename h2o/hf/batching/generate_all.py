@@ -71,8 +71,8 @@ def generate_all(
         max_new_tokens, generation_config: as for `generate()`.
         tokenizer: needed for prompts that are texts or chats, for stop strings and `Result.text`.
         prefix: a cache of one row and the same settings that has read what all prompts begin with,
-            such as a document (`H2OCache.load`). Each prompt still contains those tokens. If the
-            first one does not, the call raises an error.
+            such as a document (`H2OCache.load`). Its settings apply if none are given. Each prompt
+            still contains those tokens. If the first one does not, the call raises an error.
         seed: request i samples as `generate()` does after `torch.manual_seed(seed + i)`.
         pinned: as for `H2OCache`, for each prompt whose `Request` has no pins of its own. "system"
             pins the system turn of a chat.
@@ -99,6 +99,8 @@ def generate_all(
         TypeError: `tokenizer`, `prefix` or `chat_template_kwargs` is something else, or a keyword
             is unknown.
     """
+    if isinstance(prefix, H2OCache) and h2o_config is None and not parameters:
+        h2o_config = prefix.config
     config = resolve_config(h2o_config, parameters, generate_all).for_model(model)
     if (rows is None) == (bytes is None):
         raise ValueError("give either rows= (requests at a time) or bytes= (memory of the rows)")

@@ -126,8 +126,9 @@ def check_ids(text: SeenText, ids: Tensor, mask: Tensor | None = None) -> None:
 
 def no_new_tokens(seen: int) -> ValueError:
     return ValueError(
-        f"no new tokens: the cache has seen {seen} tokens, and input_ids adds none. Pass the "
-        f"earlier tokens followed by new ones, or call cache.reset() for another text. {_LOST_TURN}"
+        f"no new tokens: the cache has seen {seen} tokens, and input_ids has no more than these. "
+        "Pass all earlier tokens followed by new ones, as h2o.next_turn(tokenizer, out, message) "
+        f"does, or call cache.reset() for another text. {_LOST_TURN}"
     )
 
 
@@ -313,7 +314,8 @@ def _overlap(
     return ValueError(
         f"the cache has seen {seen} tokens, and the new ones begin at position "
         f"{int(positions[row][~late[row]][0])} of row {row}, where at least {int(least[row])} was "
-        "expected. input_ids must be everything seen so far, followed by new tokens. If the tokens "
+        "expected. input_ids must be everything seen so far, followed by new tokens, as "
+        "h2o.next_turn(tokenizer, out, message) returns them. If the tokens "
         f"of a forward pass are all new, pass position_ids that continue there. {_LOST_TURN}. To "
         "start another text call cache.reset(), or use a new H2OCache or h2o.patched()"
     )

@@ -50,7 +50,8 @@ def next_turn(
         ids: int [1, n], prompt and answer as `generate()` returned them for one chat; also [n] or a
             list.
         message: what the user says, as text. Or a message such as
-            `{"role": "tool", "content": ...}`, or a list of messages.
+            `{"role": "tool", "content": ...}`, or a list of messages. Only what is new, without the
+            earlier turns.
         eos_token_id: end tokens other than the tokenizer's, such as
             `model.generation_config.eos_token_id`.
         template_kwargs: arguments of the chat template, such as `tools` or `enable_thinking`, as
@@ -63,8 +64,9 @@ def next_turn(
     Raises:
         TypeError: `ids` are not token ids, `message` is no message, or an argument is not for the
             template.
-        ValueError: `ids` has several rows or no tokens. The tokenizer has no chat template, or the
-            template raises an error or leaves out the answer or the user's message.
+        ValueError: `ids` has several rows or no tokens, or `message` repeats an answer. The
+            tokenizer has no chat template, or the template raises an error or leaves out the answer
+            or the user's message.
     """
     held = _one_row(ids)
     messages = _as_messages(message)
@@ -145,7 +147,7 @@ def _end_tokens(tokenizer: Any, more: int | Sequence[int] | None) -> set[int | N
 
 def _one_row(ids: Any) -> Tensor:
     """`ids` as int64 [1, n]."""
-    if not isinstance(ids, Tensor) and not isinstance(ids, Sequence):
+    if not isinstance(ids, Tensor | Sequence) or isinstance(ids, str):
         raise TypeError(
             f"ids is a {type(ids).__name__}; expected token ids [1, n], as generate() returns them "
             "(out, or out.sequences with return_dict_in_generate=True)"
@@ -175,5 +177,10 @@ def _as_messages(message: Any) -> list[Any]:
         raise TypeError(
             "message must be a text, a message such as "
             f'{{"role": "user", "content": ...}}, or a list of messages, not {message!r}'
+        )
+    if any(x.get("role") == "assistant" for x in messages):
+        raise ValueError(
+            "message has a turn of the assistant, but ids already hold all earlier turns: pass "
+            'only what is new, such as {"role": "user", "content": ...}'
         )
     return list(messages)
