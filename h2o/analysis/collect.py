@@ -22,7 +22,7 @@ from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import AttentionCall
 from h2o.hf.attention.attention_hook import replace_attention
 from h2o.hf.model_traits.layer_kinds import kind_of
-from h2o.hf.model_traits.wrappers import input_device, takes, unwrap
+from h2o.hf.model_traits.wrappers import forward_accepts, input_device, unwrap
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
 from h2o.hf.support import transformers_layers
 from h2o.model_identity import config_of, latent_row
@@ -107,7 +107,7 @@ def forward(model: Any, ids: Tensor, *, logits: bool = False) -> Tensor:
         only, because all logits may need more memory than everything else.
     """
     arguments = {}
-    if not logits and takes(model, "logits_to_keep"):
+    if not logits and forward_accepts(model, "logits_to_keep"):
         arguments["logits_to_keep"] = 1
     LengthDependentRope(model).forget()
     with torch.no_grad():

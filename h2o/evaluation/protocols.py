@@ -26,7 +26,7 @@ from h2o.evaluation.published_masks import MASKS
 from h2o.evaluation.setting import Setting
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.document.compress import compress_document
-from h2o.hf.model_traits.wrappers import input_device, takes
+from h2o.hf.model_traits.wrappers import forward_accepts, input_device
 from h2o.hf.simulation import simulation
 
 PROTOCOLS = ("simulate", "drop", "read")
@@ -136,7 +136,7 @@ def without_prompt_notes(settings: Iterable[Setting], remedy: str) -> list[str]:
 def run_forward(model: Any, last: int, ids: Tensor, mask: Tensor, **more: Any) -> Tensor:
     """Compute logits [B, last, vocabulary] of the last columns."""
     device = input_device(model)
-    if takes(model, "logits_to_keep"):
+    if forward_accepts(model, "logits_to_keep"):
         more["logits_to_keep"] = last  # the output matrix is the largest one of a small model
     if (positions := more.get("position_ids")) is not None:
         more["position_ids"] = positions.to(device)

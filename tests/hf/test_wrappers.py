@@ -13,7 +13,7 @@ from h2o import H2OCache, patched, simulated
 from h2o.analysis.collect import forward
 from h2o.compat import with_cache
 from h2o.evaluation.protocols import by_cache, pad_rows
-from h2o.hf.model_traits.wrappers import decoder_of, takes, unwrap
+from h2o.hf.model_traits.wrappers import decoder_of, forward_accepts, unwrap
 from tests.hf.tiny import batch, greedy, model, prompts
 
 peft = pytest.importorskip("peft")
@@ -62,8 +62,8 @@ def pair(request):
 
 def test_what_forward_takes(pair):
     wrapped, inner = pair
-    assert takes(wrapped, "position_ids", "logits_to_keep")
-    assert not takes(wrapped, "pixel_values")
+    assert forward_accepts(wrapped, "position_ids", "logits_to_keep")
+    assert not forward_accepts(wrapped, "pixel_values")
     assert decoder_of(wrapped) is inner.model
 
 

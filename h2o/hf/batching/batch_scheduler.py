@@ -35,7 +35,7 @@ from h2o.hf.batching.prefix import PrefixError
 from h2o.hf.batching.request import ActiveRequest, Prompt, Request, Result, Settings
 from h2o.hf.batching.row_batch import RowBatch, row_bytes, row_report
 from h2o.hf.cache.cache import H2OCache
-from h2o.hf.model_traits.wrappers import input_device, takes, unwrap
+from h2o.hf.model_traits.wrappers import forward_accepts, input_device, unwrap
 
 TOKENS_A_STEP = 2048
 """Prompt tokens to prefill between two decode steps, like vLLM's `max_num_batched_tokens`. With
@@ -285,7 +285,7 @@ def can_share(request: ActiveRequest) -> bool:
         and request.cache.config == settings.config
         and not (guard.pins or guard.has_states or guard.has_rope_deltas)
         and not (settings.virtual or settings.angles)
-        and takes(settings.model, "position_ids")
+        and forward_accepts(settings.model, "position_ids")
     )
 
 

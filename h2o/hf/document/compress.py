@@ -37,8 +37,8 @@ from h2o.hf.model_traits.layer_kinds import counts_padding, has_states
 from h2o.hf.model_traits.wrappers import (
     check_no_tuned_prompt,
     decoder_of,
+    forward_accepts,
     input_device,
-    takes,
 )
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
@@ -323,7 +323,7 @@ def _forward(model: Any, cache: Any, ids: Tensor, mask: Tensor, before: Tensor) 
     the columns of the mask `before` [B, n]."""
     decoder = decoder_of(model)
     more = {}
-    if takes(decoder, "position_ids"):
+    if forward_accepts(decoder, "position_ids"):
         positions = before.sum(1, keepdim=True) + mask.cumsum(1) - 1
         more["position_ids"] = positions.clamp(min=0)
     decoder(

@@ -31,7 +31,7 @@ def unwrap(model: Any) -> Any:
         model = inner
 
 
-def takes(model: Any, *names: str) -> bool:
+def forward_accepts(model: Any, *names: str) -> bool:
     """Whether the model inside all wrappers has arguments of these names in its `forward()`.
 
     The wrappers pass on every argument, but their own `forward()` does not name it."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from h2o import compat
-from h2o.hf.model_traits.wrappers import takes, unwrap
+from h2o.hf.model_traits.wrappers import forward_accepts, unwrap
 
 BY_LENGTH = ("dynamic", "longrope")
 """Kinds of rotary embedding whose angles depend on the length of the text."""
@@ -60,7 +60,7 @@ def positions_after(model: Any, seen: int, ids: Tensor) -> dict[str, Tensor]:
     """The keyword argument `position_ids` for ids [1, Q] that follow `seen` tokens, or {} for a
     model that does not accept it. Without it, some models (Bamba) count from 0 in each forward
     pass."""
-    if not takes(model, "position_ids"):
+    if not forward_accepts(model, "position_ids"):
         return {}
     numbers = torch.arange(seen, seen + ids.shape[1], device=ids.device)
     return {"position_ids": numbers[None]}
