@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_dtype(group.add_argument)
     add_compare(group.add_argument, COMPARE)
-    add_cache_options(parser.add_argument_group("or a single cache"), min_tokens=0)
+    add_cache_options(parser.add_argument_group("or a single cache"))
 
 
 def parse_bytes(text: str) -> int:

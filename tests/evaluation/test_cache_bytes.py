@@ -142,6 +142,10 @@ def test_the_command(capsys):
     assert "budget:0.1" in shown
     weights = sum(x.nbytes for x in model("llama").parameters())
     assert f"The weights take another {weights / 1e9:.2f} GB" in shown
+    assert cli.main([*say, "--budget", "0.1", "--json"]) == 0  # as a cache with this budget
+    floored = parse("budget:0.1/min_tokens=128")
+    (budget,) = json.loads(capsys.readouterr().out)
+    assert budget["bytes"] == request_bytes(model("llama").config, floored, 100, 120)
     assert cli.main(["info", "--memory", "1MB"]) == 0
     assert capsys.readouterr().out.startswith("SmolLM2-135M-Instruct: prompts of 2048 tokens")
 
