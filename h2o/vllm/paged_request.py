@@ -49,7 +49,8 @@ class PagedRequest(NamedTuple):
 
 
 def with_budget(config: H2OConfig, arguments: dict[str, Any]) -> H2OConfig | None:
-    """The config with the budget in a request's `vllm_xargs`, or None if they have none.
+    """The config with the budget in a request's `vllm_xargs`, or None if they have none. If a part
+    of it is a number of tokens, fractions are of the prompt's keys.
 
     Raises: TypeError, ValueError that name a wrong budget or an unknown argument.
     """
@@ -61,6 +62,9 @@ def with_budget(config: H2OConfig, arguments: dict[str, Any]) -> H2OConfig | Non
     if not wanted:
         return None
     amounts = {name.removeprefix("h2o_"): check_amount(name, x) for name, x in wanted.items()}
+    of_bytes = {"heavy": config.heavy, "recent": config.recent, **amounts}
+    if not all(isinstance(x, float) for x in of_bytes.values()):
+        amounts["budget_unit"] = "keys"
     return dataclasses.replace(config, budget=None, **amounts)
 
 

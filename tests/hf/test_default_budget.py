@@ -133,6 +133,15 @@ def test_a_request_of_vllm_has_its_own_budget_beside_one_number():
     assert (own.budget, own.heavy, own.recent, own.sinks) == (None, 50, 20, server.sinks)
 
 
+@pytest.mark.parametrize("entry", [{}, {"budget": 0.2}])
+def test_a_request_of_vllm_has_a_budget_in_tokens_beside_a_share_of_bytes(entry):
+    server = config_of_entry(entry, model("llama").config)
+    assert server.budget_unit == "bytes"
+    own = with_budget(server, {"h2o_heavy": 50, "h2o_recent": 20})
+    assert (own.budget_unit, own.heavy, own.recent) == ("keys", 50, 20)
+    assert with_budget(server, {"h2o_heavy": 0.1}).budget_unit == "bytes"
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_parts_of_a_budget_have_few_digits(name):
     """0.15000000000000002 in result files and messages is a distraction."""
