@@ -20,12 +20,12 @@ _SYSTEM = "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% else
 TOOLS_LAST = (
     f"<|im_start|>system\n{_SYSTEM}{{% if tools %}}\n\n{_TOOLS}{{% endif %}}<|im_end|>\n{_REST}"
 )
-"""As of Qwen 2.5: tools after the system text, and a system turn even without a system message"""
+"""The way of Qwen 2.5: tools after the system text, and a system turn even without a system message"""
 
 TOOLS_FIRST = (
     f"<|im_start|>system\n{{% if tools %}}{_TOOLS}\n{{% endif %}}{_SYSTEM}<|im_end|>\n{_REST}"
 )
-"""As of Hermes: tools before the system text"""
+"""The way of Hermes: tools before the system text"""
 
 LLAMA = (
     "{% set turns = messages[1:] if messages[0].role == 'system' else messages %}"
@@ -36,7 +36,7 @@ LLAMA = (
     "{% if loop.first and tools %}" + _TOOLS + "{% endif %}{{ m.content | trim }}<|eot|>"
     "{% endfor %}{% if add_generation_prompt %}<|start|>assistant<|sep|>\n{% endif %}"
 )
-"""As of Llama 3.1: a date in the system turn, and tools in the first user's turn"""
+"""The way of Llama 3.1: a date in the system turn, and tools in the first user's turn"""
 
 THOUGHTS = (
     "{% if tools %}<|im_start|>system\n" + _SYSTEM + "\n\n" + _TOOLS + "<|im_end|>\n"
@@ -47,7 +47,7 @@ THOUGHTS = (
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
     "{% endif %}"
 )
-"""As of Qwen 3: `enable_thinking`, and earlier thoughts are left out"""
+"""The way of Qwen 3: `enable_thinking`, and earlier thoughts are left out"""
 
 FOLDED = (
     "<s>{% set system = messages[0].content if messages[0].role == 'system' %}"
@@ -56,14 +56,14 @@ FOLDED = (
     "{% else %} {{ m.content }}</s>{% endif %}{% else %}{{ raise_exception('no user') }}"
     "{% endfor %}"
 )
-"""As of Mistral: the system message in the first user's turn, and spaces around answers"""
+"""The way of Mistral: the system message in the first user's turn, and spaces around answers"""
 
 NO_SYSTEM = (
     "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}"
     "{% endif %}{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content | trim }}"
     "<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>assistant\n{% endif %}"
 )
-"""As of Gemma 2: no system role"""
+"""The way of Gemma 2: no system role"""
 
 TOOL = {
     "type": "function",

@@ -66,7 +66,7 @@ def check_text(cache: Any, seen: int, new: int) -> None:
     # A decode step changes no offset, since images come in longer passes.
     states = guard.row_states if is_step else columns.advance(guard.row_states, tokens, seen)
     if guard.counts_padding and not (is_on_gpu and not guard.ends_in_padding):
-        states = _with_padding(guard, states, text.mask, seen, new)
+        states = _check_padding(guard, states, text.mask, seen, new)
     # None if nothing changes: a captured graph would depend on this.
     guard.states_of_pass = None if states == guard.row_states else states
     guard.last_pass = None
@@ -321,7 +321,7 @@ def _overlap(
     )
 
 
-def _with_padding(
+def _check_padding(
     guard: PassGuard, states: list[RowState], mask: Tensor | None, seen: int, new: int
 ) -> list[RowState]:
     """Check the padding of a forward pass with `new` columns, which is about to begin, for a model

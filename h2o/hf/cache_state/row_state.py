@@ -91,7 +91,7 @@ class LastPass:
     """The last forward pass of a cache that records passes."""
 
     states: list[RowState]
-    """Those before the pass."""
+    """States before the pass."""
     tokens: list[int] | None
     """Tokens of each row before the pass; None if unknown."""
     mask: Tensor | None
@@ -114,11 +114,11 @@ def with_padding(states: list[RowState], mask: Tensor | None) -> list[RowState]:
     Raises:
         ValueError: a row has padding between tokens.
     """
-    ends = [False] if mask is None else ends_in_padding(mask)
+    ends = [False] if mask is None else padded_at_end(mask)
     return _merge([replace(x, ends_in_padding=end) for x, end in broadcast(states, ends)])
 
 
-def ends_in_padding(mask: Tensor) -> list[bool]:
+def padded_at_end(mask: Tensor) -> list[bool]:
     """Whether each row of a mask [B, n] over all columns ends in padding.
 
     Raises:
