@@ -20,7 +20,7 @@ _SYSTEM = "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% else
 TOOLS_LAST = (
     f"<|im_start|>system\n{_SYSTEM}{{% if tools %}}\n\n{_TOOLS}{{% endif %}}<|im_end|>\n{_REST}"
 )
-"""The way of Qwen 2.5: tools after the system text, and a system turn without a system message too"""
+"""The way of Qwen 2.5: tools after the system text; a system turn without a system message too"""
 
 TOOLS_FIRST = (
     f"<|im_start|>system\n{{% if tools %}}{_TOOLS}\n{{% endif %}}{_SYSTEM}<|im_end|>\n{_REST}"
