@@ -13,17 +13,15 @@ from transformers import DynamicCache
 import h2o
 from h2o import H2OCache, H2OConfig
 from h2o.compat import CROPS_TO_LENGTH, with_cache
-from tests.hf.test_families import ALIKE
+from tests.hf.test_continuation import PLAIN
 from tests.hf.tiny import (
     FAMILIES,
     IMAGE,
-    LATENT,
     batch,
     greedy,
     model,
     prompts,
     shared,
-    slow_if,
     with_image,
 )
 
@@ -33,11 +31,6 @@ pytestmark = [
 ]
 
 ROOM = {"heavy": 60, "recent": 60}
-PLAIN = [
-    slow_if(name in ALIKE, name)
-    for name, x in (FAMILIES | LATENT).items()
-    if not (x.image or x.weights)
-]
 WINDOWS = ["gemma2", "gemma3", "qwen2-mixed", "mistral-window"]
 IMAGES = [name for name, x in FAMILIES.items() if "image_grid_thw" in x.image]
 REFUSED = pytest.raises(ValueError, match="Pass the earlier mask unchanged")

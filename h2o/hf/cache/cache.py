@@ -336,7 +336,7 @@ class H2OCache(CacheInspection):
         guard, layer = self.guard, self.layers[layer_idx]
         if guard.kinds[layer_idx] == "cross":  # not part of every pass, so the guard ignores it
             return layer.update(key_states, value_states)
-        guard.enter(key_states.shape[0])
+        guard.enter()
         try:
             keys_and_values = layer.update(key_states, value_states, *args, **kwargs)
         except Exception:

@@ -68,7 +68,6 @@ class PassGuard:
         set, because it is then unknown how far the layer got."""
         self.prompt_length: int | Sequence[int] | None = prompt_length
         """Number of tokens in the whole prompt, or in each row's; None if the user did not say."""
-        self.rows = 0  # in the batch of the latest pass
         self.prompt_counts: list[int] | None = None
         """Number of tokens per row in the pass that begins the prompt, set during that pass only"""
         self.chunked_lengths: list[int] | None = None
@@ -115,11 +114,8 @@ class PassGuard:
 
     # ---- A forward pass ------------------------------------------------------------------------
 
-    def enter(self, rows: int = 0) -> None:
+    def enter(self) -> None:
         """Claim the cache for this thread before a layer gets new keys.
-
-        Args:
-            rows: number of rows in the batch; 0 if the layer does not know it.
 
         Raises:
             RuntimeError: another thread is running a forward pass, or an earlier layer's keys never
@@ -128,7 +124,6 @@ class PassGuard:
         if torch.compiler.is_compiling():  # a captured graph cannot query the thread
             self.check_keys_arrived()
             return
-        self.rows = rows or self.rows
         thread = threading.get_ident()
         if self._thread == thread:  # within a pass
             if self.waiting is not None:
