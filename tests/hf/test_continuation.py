@@ -335,18 +335,18 @@ def test_a_pass_that_failed_is_no_part_of_the_text():
 def test_a_refused_thread_leaves_no_ids():
     """A refused thread must leave no ids in the cache, although both threads make their masks
     before the first layer admits one of them."""
-    ours, (ids, other, more) = shared("llama"), prompts(20, 20, 4)
+    ours, (ids, more) = shared("llama"), prompts(20, 4)
     cache, errors = H2OCache(ours.config, **SMALL), []
 
     def enter():
         try:
-            cache.guard.enter()
+            cache.guard.planned = None
+            cache.guard.enter(0, 20)
         except RuntimeError as error:
             errors.append(error)
 
     def intrude(*_):
         hook.remove()
-        cache.guard.text.record_ids(other, None, 0)
         thread = threading.Thread(target=enter)
         thread.start()
         thread.join()
@@ -474,5 +474,5 @@ def test_what_is_found_once_a_pass_is_of_no_other_pass():
     ids = prompts(40)[0]
     model(ids, **with_cache(cache))
     cache.crop(21 if CROPS_TO_LENGTH else -19)
-    assert cache.guard.prompt_counts is None
+    assert cache.guard.current is None
     assert_as_fresh(cache, {"input_ids": ids[:, :21]})

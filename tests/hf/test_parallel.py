@@ -132,7 +132,8 @@ def test_what_fsdp_gathers_is_whole(tmp_path):
     for name in ("0None", "1None", "0('fsdp',)", "1('fsdp',)"):
         torch.testing.assert_close(torch.load(tmp_path / f"{name}.pt"), wanted)
         assert (
-            H2OCache.load(tmp_path / f"{name}.cache", model).layers[0].part == tensor_parallel.WHOLE
+            H2OCache.load(tmp_path / f"{name}.cache", model).layers[0].facts.part
+            == tensor_parallel.WHOLE
         )
 
 
@@ -178,7 +179,7 @@ def test_files_of_other_heads(last_of_four, tmp_path):
     ours(ids, **with_cache(cache))
     cache.save(path, ours)
     loaded = H2OCache.load(path, ours)
-    assert [layer.part for layer in loaded.layers] == [(3, 4)] * 2
+    assert [layer.facts.part for layer in loaded.layers] == [(3, 4)] * 2
     loaded.save(path, ours)  # the loaded cache knows its part
     with pytest.raises(
         ValueError, match=r"rank 3 of 4, and a config .* Pass the model to load\(\)"
@@ -224,7 +225,7 @@ def test_files_of_heads_that_were_taken_over(last_of_four, tmp_path):
         taken.save(tmp_path / "none")
     assert not (tmp_path / "none").exists()
     taken.save(path, ours)
-    assert H2OCache.load(path, ours).layers[0].part == (1, 2)
+    assert H2OCache.load(path, ours).layers[0].facts.part == (1, 2)
     with pytest.raises(ValueError, match=r"rank 1 of 2, but this is a whole model"):
         H2OCache.load(path, on_one)
 

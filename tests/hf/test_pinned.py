@@ -157,7 +157,7 @@ def test_spans_beyond_the_first_chunk(chunk, pins, more):
         ours.generate(**inputs, max_new_tokens=40, prefill_chunk_size=chunk, do_sample=False)
     for row, length in enumerate((30, 41)):
         assert survives(patch.cache, [row], (0, length) if pins == "prompt" else pins[0])
-    assert not patch.cache.layers[0].waits_for_pins
+    assert not patch.cache.guard.state.waits_for_pins
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_a_cropped_pass():
     ours(more, **with_cache(cache))
     cache.crop(-6)
     assert survives(cache, span=(22, 26))
-    assert cache.layers[0].waits_for_pins
+    assert cache.guard.state.waits_for_pins
     ours(more[:, 2:], **with_cache(cache))
     ours(more, **with_cache(cache))
     assert survives(cache, span=(22, 27))

@@ -183,8 +183,8 @@ def test_a_cache_holds_what_its_passes_alone_would_leave(name, seed, tmp_path):
     for index, (ids, mask) in enumerate(program.history):
         read(program.ours, alone, program.history[:index], ids, mask)
     ids, mask = (torch.cat(x, 1) for x in zip(*program.history, strict=True))
-    assert not program.cache.guard.text.differing_rows(ids, mask), done
-    assert not any(x.ends_in_padding for x in program.cache.guard.row_states), done
+    assert not program.cache.guard.state.text.differing_rows(ids, mask), done
+    assert not any(x.ends_in_padding for x in program.cache.guard.state.rows), done
     for got, expected in zip(contents(program.cache), contents(alone), strict=True):
         torch.testing.assert_close(
             got, expected, rtol=1e-3, atol=1e-3, msg=lambda text: f"after {done}: {text}"

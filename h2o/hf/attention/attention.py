@@ -82,7 +82,8 @@ def h2o_attention_forward(
     if layer is not None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         error = None
-        if layer.guard.may_be_transformed:
+        the_pass = layer.guard.current
+        if the_pass is None or the_pass.may_be_transformed:
             error = find_transform(query, key, value, s_aux)
         if error is None:
             error = find_unsupported(module, kwargs, attention_mask, sliding_window, causal)

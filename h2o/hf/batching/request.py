@@ -352,7 +352,7 @@ class ActiveRequest:
             forward.empty()
         where = {}
         if begin or not settings.virtual:
-            seen = begin + settings.virtual + (self.cache.guard.row_state(0).offset or 0)
+            seen = begin + settings.virtual + (self.cache.guard.state.row(0).offset or 0)
             where = positions_after(settings.model, seen, ids)
         settings.angles.forget()
         output = forward(

@@ -82,13 +82,17 @@ class RowBatch:
         """
         for row, source_row, n in zip(rows, source_rows, tokens, strict=True):
             self.tokens[row] = n
-            self.offsets[row] = joining.guard.row_state(source_row).offset or 0
+            self.offsets[row] = joining.guard.state.row(source_row).offset or 0
         B, longest = len(self.tokens), max(self.tokens)
         for layer, other in zip(self.cache.layers, joining.layers, strict=True):
             if isinstance(layer, H2OLayer):
                 layer.take_rows(rows, other, source_rows, B, longest)
             if has_states(layer):
                 recurrent_states.take_row(layer, rows[0], other, B)
+        guard = self.cache.guard
+        guard.settle()
+        columns = guard.state.columns or joining.guard.state.columns
+        guard.put(guard.state._replace(columns=columns, longest=longest))
 
     def leave(self, row: int) -> None:
         """Make a row idle."""

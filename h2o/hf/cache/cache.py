@@ -26,7 +26,7 @@ from h2o.config.fields import CacheFields, ConfigFields, Pinned, PromptLength
 from h2o.hf.cache import cache_file
 from h2o.hf.cache.cache_inspection import CacheInspection, checks_config
 from h2o.hf.cache.cache_plan import get_plan
-from h2o.hf.cache.continuation import check_text, no_new_tokens, warn_of_many_graphs
+from h2o.hf.cache.continuation import no_new_tokens, plan_pass, warn_of_many_graphs
 from h2o.hf.cache.from_dynamic_cache import import_dynamic_cache
 from h2o.hf.cache_state import recurrent_states
 from h2o.hf.cache_state.pass_guard import NUMBER_LAYERS, PassGuard
@@ -106,9 +106,9 @@ class H2OCache(CacheInspection):
         check_pins(config, pinned)
         model, config = config, text_config_of(config)
         plan = get_plan(model, config, h2o_config)
-        guard = PassGuard(prompt_length, plan.kinds, plan.last, plan.number_of_states)
+        pins = Pins.of(pinned, plan.h2o_config.decay)
+        guard = PassGuard(prompt_length, plan.kinds, plan.last, plan.number_of_states, pins)
         layers = plan.layers(guard, trace=trace, compileable=compileable)
-        guard.pins = Pins.of(pinned, plan.h2o_config.decay)
         guard.plans = plan.plans
         guard.drops_cache_after = plan.drops_cache_after
         guard.has_rope_deltas = config.get_text_config(decoder=True) is not config
@@ -252,18 +252,18 @@ class H2OCache(CacheInspection):
             if not self.is_compileable:
                 warn_of_many_graphs()
             return super().get_mask_sizes(query_length, layer_idx)
-        self.guard.check_thread()
-        if self.guard.has_states:
+        guard = self.guard
+        guard.check_thread()
+        guard.settle()
+        if guard.has_states:
             for layer in filter(has_states, self.layers):
                 recurrent_states.make_writable(layer)
-        if not self.is_compileable or self.guard.is_under_way:
-            self._check_layers_agree()
-        seen = int(self.get_seq_length())
+        guard.check_complete()
         if query_length == 0:
-            raise no_new_tokens(seen)
+            raise no_new_tokens(guard.state.columns)
         sizes = super().get_mask_sizes(query_length, layer_idx)  # before another thread changes it
-        check_text(self, seen, query_length)
-        self._warn_of_growth(seen, query_length)
+        guard.planned = plan_pass(self, query_length)
+        self._warn_of_growth(guard.state.columns, query_length)
         return sizes
 
     def reset(self) -> None:
@@ -297,15 +297,14 @@ class H2OCache(CacheInspection):
 
         After an error all layers are unchanged.
         """
-        self.guard.check_thread()
-        left = crop.columns_left(tokens, seen := int(self.get_seq_length()))
+        guard = self.guard
+        guard.check_thread()
+        left = crop.columns_left(tokens, seen := guard.state.columns)
         if left == 0:
             self.reset()
             return
-        self._check_complete()
-        crop.crop(self.layers, tokens, seen, left)
-        self.guard.end_pass()  # the repeated one
-        self.guard.crop(left)
+        guard.check_complete()
+        crop.crop(self.layers, guard, tokens, seen, left)
 
     def activate_past_recording(self) -> None:
         """Record each forward pass from now on, so that `crop` can remove its tokens.
@@ -336,15 +335,15 @@ class H2OCache(CacheInspection):
         guard, layer = self.guard, self.layers[layer_idx]
         if guard.kinds[layer_idx] == "cross":  # not part of every pass, so the guard ignores it
             return layer.update(key_states, value_states)
-        guard.enter()
+        guard.enter(layer_idx, key_states.shape[2])
         try:
             keys_and_values = layer.update(key_states, value_states, *args, **kwargs)
         except Exception:
-            if layer_idx == guard.first and guard.waiting is None:
-                guard.end_pass()  # no layer has stored anything
+            guard.layer_rejected()
             raise
         if not isinstance(layer, H2OLayer):  # transformers' own layer has stored its keys by now
             free_keys_before_window(layer)
+            guard.layer_stored(layer_idx)
             guard.layer_done(layer_idx)
         return keys_and_values
 
@@ -383,8 +382,7 @@ class H2OCache(CacheInspection):
 
     def _change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         """Select or repeat the rows [B, ...] of every tensor, including recurrent states."""
-        self.guard.check_thread()
-        self.guard.text.drop_failed_pass(int(self.get_seq_length()))
+        self.guard.check_complete()
         self.guard.change_rows(change)
         for layer in self.layers:
             if isinstance(layer, H2OLayer):

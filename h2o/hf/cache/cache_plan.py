@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
 import json
 from typing import Any
@@ -92,9 +93,10 @@ class CachePlan:
         check_flag("compileable", compileable)
         self._check_settings(trace=trace, compileable=compileable)
         angles, echo = copy.copy(self._angles), copy.copy(self._echo)
-        cross_head = None
         if self.h2o_config.shares_by_echo:
-            cross_head = CrossHeadBudget(self.plans, alike=self._alike)
+            guard.makes_pool = functools.partial(CrossHeadBudget, self.plans, alike=self._alike)
+        if compileable:
+            guard.count_in_tensor()
         own = self._empty
         if len(self.plans) < len(own):  # layers of transformers' own must not be shared by caches
             own = layers_of(self._config.get_text_config(decoder=True))
@@ -113,7 +115,7 @@ class CachePlan:
                     self.plans[index],
                     guard,
                     variant=self._variant(index, angles),
-                    scorer=self._scorer(index, echo, cross_head),
+                    scorer=self._scorer(index, echo),
                     runner=CapturedRunner() if compileable else EagerRunner(),
                     trace=trace,
                     **more,
@@ -129,14 +131,12 @@ class CachePlan:
         reused_by = self._traits.reused_by.get(layer)
         return SharedVariant(reused_by) if reused_by else PlainVariant()
 
-    def _scorer(
-        self, layer: int, echo: ModelRotary | None, cross_head: CrossHeadBudget | None
-    ) -> AttentionScorer:
+    def _scorer(self, layer: int, echo: ModelRotary | None) -> AttentionScorer:
         if self.h2o_config.score_by == "random":
             return RandomScorer()
         if echo is None:
             return AttentionScorer()
-        return EchoScorer(PromptEcho(echo, layer, self.plans[layer].policy), cross_head)
+        return EchoScorer(PromptEcho(echo, layer, self.plans[layer].policy))
 
     def _check_settings(self, **settings: bool) -> None:
         """Raise `UnsupportedError` if the settings do not suit the model or each other."""

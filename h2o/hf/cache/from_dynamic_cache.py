@@ -14,10 +14,12 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 from h2o.errors import UnsupportedError
 from h2o.hf.cache_state import recurrent_states
 from h2o.hf.cache_state.pass_guard import PassGuard
-from h2o.hf.cache_state.row_state import RowState, with_padding
+from h2o.hf.cache_state.seen_text import UNKNOWN_TEXT
+from h2o.hf.cache_state.state import CacheState, RowState, with_padding
 from h2o.hf.layers.cache_relative_variant import CacheRelativeVariant
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.model_traits.layer_kinds import has_states, kind_of
+from h2o.hf.prompt.prompt_budget import prompt_lengths
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -42,15 +44,18 @@ def import_dynamic_cache(
             'positions="cache_relative" cannot continue from a DynamicCache, which does not record '
             "the positions at which its keys were rotated. Process the text with an H2OCache"
         )
-    if any(isinstance(layer, H2OLayer) and layer.guard.pins.are_columns for layer in layers):
+    if guard.pins.are_columns:
         raise ValueError(
             "pinned is a mask, but a DynamicCache does not record the columns of its keys. Pass "
             "spans (start, stop) of tokens"
         )
     B, n = _sizes(cache, layers)
-    guard.repeat_to(B)
     mask = _mask(attention_mask, B, n)
-    guard.row_states = with_padding([RowState(None)], mask if guard.counts_padding else None)
+    rows = [RowState(None)]
+    if guard.state.prompts is not None:
+        lengths = prompt_lengths(guard.state.prompts, [n] * B)
+        rows = [RowState(None, prompt=length) for length in lengths]
+    rows = with_padding(rows, mask if guard.counts_padding else None)
     for index, (source, layer) in enumerate(zip(cache.layers, layers, strict=True)):
         if kind_of(source) is None:
             raise UnsupportedError(
@@ -96,6 +101,7 @@ def import_dynamic_cache(
         dtype = min(keys.dtype, values.dtype, key=lambda x: x.itemsize)
         real = None if mask is None else mask.to(keys.device)
         layer.import_keys(keys.to(dtype), values.to(dtype), real)
+    guard.put(CacheState(n, n, unscored=True, rows=rows, text=UNKNOWN_TEXT))
 
 
 def _sizes(cache: DynamicCache, layers: list[CacheLayerMixin]) -> tuple[int, int]:

@@ -29,9 +29,9 @@ from h2o.config.fields import ConfigFields, Pinned
 from h2o.errors import UnsupportedError
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.cache_state import recurrent_states
+from h2o.hf.cache_state.seen_text import NO_TEXT
 from h2o.hf.document.cut_cache import cut_cache
 from h2o.hf.layers.layer import H2OLayer
-from h2o.hf.layers.pass_runners import ScoringRunner
 from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.model_traits.layer_kinds import counts_padding, has_states
 from h2o.hf.model_traits.wrappers import (
@@ -203,15 +203,17 @@ class _Reader:
         empty = H2OCache(self.model.config, config.after_reading, pinned=pinned)
         lengths, N = self.mask.sum(1).tolist(), self.mask.shape[1]
         # These three raise before any reading.
-        prompt_budget.begin_pins(empty.guard, lengths, self.mask, N)
+        pinned_rows = prompt_budget.resolve_pins(empty.guard, lengths, self.mask, N)
         at_once = [self.tokens_at_once(n, request.shape[1]) for n in lengths]
         self.check_angles(request)
         attention = self.document(config.policy)
+        read = self.cache.guard.state._replace(text=NO_TEXT.add(self.ids, self.mask))
         others = _other_layers(self.cache)
         largest = self.repetition(request.to(self.ids.device), at_once, others)
-        cache = cut_cache(self.cache, empty, config, attention, largest, by_attention)
+        rows = prompt_budget.PromptRows(lengths, lengths, pinned_rows)
+        cache = cut_cache(self.cache, empty, rows, config, attention, largest, by_attention)
         _put_other_layers(cache, others)
-        cache.guard.text.record_ids(self.ids, self.mask, 0)
+        cache.guard.put(prompt_budget.state_after_prompt(read, lengths, lengths, pinned_rows))
         return cache
 
     def check_angles(self, request: Tensor) -> None:
@@ -236,7 +238,7 @@ class _Reader:
             tokens = self.ids[:, piece], self.mask[:, piece]
             _forward(self.model, self.cache, *tokens, self.mask[:, :begin])
             self.progress(min(N, begin + CHUNK), self.columns)
-        if any(layer.part != tensor_parallel.WHOLE for layer in self.layers):
+        if any(layer.facts.part != tensor_parallel.WHOLE for layer in self.layers):
             raise UnsupportedError(
                 "readings=2 does not support a model that is cut over several processes: pass "
                 "readings=1"
@@ -259,7 +261,7 @@ class _Reader:
         for layer in self.layers:
             layer.policy = Policy(score_by="max")
             layer.slots.scores.zero_()
-            layer.runner = ScoringRunner()
+        self.cache.guard.only_scores = True
         rows = [row[real] for row, real in zip(self.ids, self.mask, strict=True)]
         passes = max(math.ceil(len(x) / n) for x, n in zip(rows, at_once, strict=True))
         N = self.ids.shape[1]

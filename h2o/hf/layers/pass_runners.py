@@ -36,21 +36,15 @@ class EagerRunner:
     """Runs each pass eagerly, in slots that grow with the text. Each layer has its own object."""
 
     is_compileable = False
-    stores = True
-    """Whether new keys are stored"""
 
     def __init__(self) -> None:
         self._out: Tensor | None = None  # the last decode step's output, in the query's dtype
 
-    def initial_columns(self) -> Any:
-        """The column count of a new layer."""
-        return 0
-
     def step(self, layer: Any, tokens: NewTokens) -> Tensor:
         """Run a decode step."""
-        slots = layer.slots
-        if layer.capacity.tokens <= layer.longest:
-            slots = layer.make_room(layer.longest + 1)
+        slots, longest = layer.slots, layer.guard.state.longest
+        if layer.capacity.tokens <= longest:
+            slots = layer.make_room(longest + 1)
         last = self._out
         fits = last is not None and last.dtype == tokens.query.dtype  # autocast may change it
         if layer.scorer.uses_attention:
@@ -59,16 +53,15 @@ class EagerRunner:
         else:
             out = layer.attend_and_evict(tokens, slots)
         self._out = out
-        layer.longest += 1
-        layer.count(1, tokens.mask)
+        layer.stored(1, tokens.mask)
         return out
 
     def chunk(self, layer: Any, tokens: NewTokens) -> Tensor:
         """Run a later forward pass of several tokens, such as a prompt chunk or a chat turn."""
         Q = tokens.key.shape[2]
-        out: Tensor = layer.attend_and_evict(tokens, layer.make_room(layer.longest + Q))
-        layer.longest += Q
-        layer.count(Q, tokens.mask)
+        slots = layer.make_room(layer.guard.state.longest + Q)
+        out: Tensor = layer.attend_and_evict(tokens, slots)
+        layer.stored(Q, tokens.mask)
         return out
 
     def capacities(self, widest: list[int], tokens: int) -> list[int]:
@@ -80,18 +73,6 @@ class EagerRunner:
         self._out = None
 
 
-class ScoringRunner(EagerRunner):
-    """Adds attention to the scores of stored keys, but stores no new keys."""
-
-    stores = False
-
-    def step(self, layer: Any, tokens: NewTokens) -> Tensor:
-        """Return the output of the new tokens, which attend to the slots and to each other."""
-        return layer.attention(tokens, layer.slots)[0]
-
-    chunk = step
-
-
 class CapturedRunner(EagerRunner):
     """For `compileable=True`: runs passes in captured graphs, or eagerly outside torch.compile."""
 
@@ -101,10 +82,6 @@ class CapturedRunner(EagerRunner):
         super().__init__()
         register()
 
-    def initial_columns(self) -> Any:
-        """A tensor, which each pass updates in place, as in transformers' StaticLayer."""
-        return slot_layout.writable(torch.tensor(0, dtype=torch.int64, device="cpu"))
-
     def step(self, layer: Any, tokens: NewTokens) -> Tensor:
         if not torch.compiler.is_compiling():
             return super().step(layer, tokens)
@@ -113,26 +90,27 @@ class CapturedRunner(EagerRunner):
     def chunk(self, layer: Any, tokens: NewTokens) -> Tensor:
         if not torch.compiler.is_compiling():
             return super().chunk(layer, tokens)
-        if layer.plan.needs_prompt_length and not layer.waits_for_pins:
+        if layer.plan.needs_prompt_length and not layer.guard.state.waits_for_pins:
             return super().chunk(layer, tokens)
         return self._captured(torch.ops.h2o.chunk, layer, tokens)
 
     def _captured(self, operator: Any, layer: Any, tokens: NewTokens, **more: Any) -> Tensor:
-        if layer.waits_for_pins:
+        if layer.guard.state.waits_for_pins:
             raise UnsupportedError(
                 "compiled steps cannot pin new tokens. Use pinned spans that end within the "
                 "prompt, or leave out compileable=True"
             )
         new = tokens.query, tokens.key, tokens.value
         out: Tensor = operator(*new, *layer.slots, *layer.policy, **tokens.options, **more)
-        layer.columns.add_(tokens.query.shape[2])
+        guard = layer.guard
+        if layer.layer_idx == max(guard.plans):
+            guard.counter.add_(tokens.query.shape[2])
         return out
 
     def empty_in_place(self, layer: Any) -> None:
         """Empty a layer like `layer.empty`, but keep its slots in memory for captured graphs."""
         for row in range(len(layer.slots.seen_tokens)):
             empty_row(layer.slots, row)
-        layer.seen = layer.longest = layer.prompt_columns = 0
 
     def capacities(self, widest: list[int], tokens: int) -> list[int]:
         """Number of slots for the whole budget."""
@@ -150,11 +128,13 @@ class CapturedRunner(EagerRunner):
         slots = layer.slots
         if slots is None:
             return
-        layer.columns = slot_layout.writable(layer.columns.to(slots.keys.device))
+        guard = layer.guard
+        if layer.layer_idx == min(guard.plans):
+            guard.counter = slot_layout.writable(guard.counter.to(slots.keys.device))
         if slots.keys.device.type == "cpu":
             return  # a compiler that freezes weights would mistake marked tensors for weights
         # A CUDA graph always uses the addresses from its capture.
-        for tensor in (layer.columns, *slots):
+        for tensor in (guard.counter, *slots):
             if tensor is not None:
                 mark_static_address(tensor)
 

@@ -83,7 +83,7 @@ class SharedVariant(PlainVariant):
     def attention(
         self, layer: Any, tokens: NewTokens, slots: ops.Slots | None
     ) -> tuple[Tensor, Tensor]:
-        overwrites = layer.runner.stores and not layer.unscored
+        overwrites = not (layer.guard.only_scores or layer.guard.state.unscored)
         before = None if slots is None else _copy(slots, rows=overwrites)
         self.attended = _Attended(tokens, before, in_step=False)
         return super().attention(layer, tokens, slots)

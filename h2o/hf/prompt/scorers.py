@@ -41,9 +41,6 @@ class AttentionScorer:
         """Have the layer store a prompt once its budgets are known."""
         layer.store(prompt, prompt.budget.by_row)
 
-    def reset(self) -> None:
-        """Discard a prompt that is not stored yet."""
-
 
 class RandomScorer(AttentionScorer):
     """Scores keys at random, the baseline that every ranking has to beat.
@@ -61,7 +58,7 @@ class RandomScorer(AttentionScorer):
         """Draw the ranks [B, G, Q] of new keys, in place of the attention `received`. Also restore
         the ranks of the keys in the slots, to which attention was added."""
         positions, _ = positions_in(tokens.mask, received)
-        heads = head_numbers(received.shape[1], layer.part, received.device)
+        heads = head_numbers(received.shape[1], layer.facts.part, received.device)
         if slots is not None:
             lengths = (
                 slots.seen_tokens if slots.rows is None else slots.seen_tokens[slots.rows.long()]

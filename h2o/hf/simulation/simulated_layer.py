@@ -32,7 +32,7 @@ from h2o.hf.attention.attention_call import (
     round_like_slots,
 )
 from h2o.hf.cache_state import slot_layout
-from h2o.hf.cache_state.pins import Pins
+from h2o.hf.cache_state.pins import PinnedRows
 from h2o.hf.cache_state.slot_layout import Budgets
 from h2o.hf.cache_state.trace import by_column, find_evicted
 from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt, positions_in
@@ -49,7 +49,7 @@ def simulate_tokenwise(
     prompts: Sequence[int],
     by_row: Budgets,
     plan: LayerPlan,
-    pins: Pins,
+    pins: PinnedRows,
     echo: PromptEcho | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Simulate a layer token by token, with pins or with prompts that are scored by echo.
@@ -114,7 +114,11 @@ def simulate_tokenwise(
 
 
 def score_prompts(
-    text: NewTokens, prompts: Sequence[int], policy: Policy, pins: Pins, echo: PromptEcho | None
+    text: NewTokens,
+    prompts: Sequence[int],
+    policy: Policy,
+    pins: PinnedRows,
+    echo: PromptEcho | None,
 ) -> tuple[NewTokens, Tensor, Tensor, Tensor | None]:
     """Process the prompts of a text and score their keys. For the arguments see
     `simulate_tokenwise`.
@@ -147,7 +151,7 @@ def simulate_random(
     prompts: Sequence[int],
     by_row: Budgets,
     plan: LayerPlan,
-    pins: Pins,
+    pins: PinnedRows,
     part: tuple[int, int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Simulate a layer with a `RandomScorer`; `part`: the heads of this process.
@@ -229,7 +233,7 @@ class SimulatedBudgets:
             self._is_open = False
 
     def take(
-        self, layer: int, text: NewTokens, prompts: list[int], by_row: Budgets, pins: Pins
+        self, layer: int, text: NewTokens, prompts: list[int], by_row: Budgets, pins: PinnedRows
     ) -> None:
         """Collect the echo of the prompts' keys in a layer, whose heads have the budgets `by_row`
         so far."""

@@ -10,7 +10,6 @@ Shape letters as in `h2o.hf`.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,7 @@ from h2o.config.layer_plan import LayerPlan
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import AttentionCall, NewTokens
 from h2o.hf.attention.attention_hook import replace_attention
-from h2o.hf.cache_state.pins import Pins
+from h2o.hf.cache_state.pins import PinnedRows, Pins
 from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.model_traits.latent_attention import to_absorbed_form, trace_latents
 from h2o.hf.model_traits.layer_kinds import kind_of, warn_of_windows
@@ -254,8 +253,8 @@ class Simulation:
         if self._masks is not None:
             out, evicted_at = self._through_masks(self._masks, text, prompts, bases, plan)
         else:
-            pins = dataclasses.replace(self._pins)  # a copy: several threads may run
-            pins.begin([min(*each) for each in zip(prompts, lengths, strict=True)], mask, N)
+            in_text = [min(*each) for each in zip(prompts, lengths, strict=True)]
+            pins = self._pins.resolve(in_text, mask, N)
             if self.explains_floor and (explained := plan.explain_floor(min(bases))):
                 self.explains_floor = False
                 warn_user(explained)
@@ -289,7 +288,7 @@ class Simulation:
 
     def _through_cache(
         self, text: NewTokens, prompts: list[int], by_row: list[list[tuple[int, int]]],
-        plan: LayerPlan, part: tuple[int, int], pins: Pins,
+        plan: LayerPlan, part: tuple[int, int], pins: PinnedRows,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Simulate a layer, by `h2o.ops.simulate` unless its scores need more than attention."""
         config, known = plan.config, (text, prompts, by_row, plan, pins)
