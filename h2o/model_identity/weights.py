@@ -62,7 +62,7 @@ def weights_of(model: Any) -> Iterator[Weight]:
 
 def is_of_adapter(name: str) -> bool:
     """Whether the weight with this name belongs to an adapter."""
-    return any(part.startswith(ADAPTER) for part in name.split("."))
+    return name.startswith(ADAPTER) or f".{ADAPTER}" in name
 
 
 def plain_tensors(name: str, value: Any, *, whole: bool) -> Iterator[tuple[str, Tensor]]:
@@ -97,6 +97,8 @@ def _name_and_scale(name: str, adapted: Mapping[str, Any]) -> tuple[str, float] 
     """(name without wrappers, scale) of a weight; None if it belongs to an inactive adapter."""
     from h2o.compat_wrappers import ADAPTED, adapter_fields, adapter_scale, applied_adapters
 
+    if not adapted:
+        return name, 1.0
     parts = name.split(".")
     kept, scale = list(parts), 1.0
     for index, part in enumerate(parts):

@@ -85,7 +85,10 @@ def h2o_attention_forward(
         the_pass = layer.guard.current
         if the_pass is None or the_pass.may_be_transformed:
             error = find_transform(query, key, value, s_aux)
-        if error is None:
+        is_plain = causal and sliding_window is None and _FOREIGN.keys().isdisjoint(kwargs)
+        if error is None and not (
+            is_plain and (attention_mask is None or attention_mask.ndim == 2)
+        ):
             error = find_unsupported(module, kwargs, attention_mask, sliding_window, causal)
         call = AttentionCall(
             module, query, key, value, attention_mask, scaling, softcap or 0.0, dropout,

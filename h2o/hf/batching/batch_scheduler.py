@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from h2o.compat import with_cache
+from h2o.compat_calls import ModelCall
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_switch import use_attention
 from h2o.hf.batching.compiled_prefill import CompiledPrefill
@@ -332,13 +333,16 @@ def _prefill_padded(group: Sequence[ActiveRequest]) -> tuple[H2OCache, Tensor]:
         for x in (rows, [torch.ones_like(row) for row in rows])
     )
     cache = H2OCache(settings.model.config, settings.config, prompt_length=lengths)
-    output = settings.model(
-        input_ids=ids,
-        attention_mask=None if min(lengths) == max(lengths) else mask,
-        position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-        use_cache=True,
-        **with_cache(cache),
-        **group[0].last_logits,
-    )
+    padding = None if min(lengths) == max(lengths) else mask
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with cache.guard.telling(ModelCall.of(settings.model, ids, padding, positions)):
+        output = settings.model(
+            input_ids=ids,
+            attention_mask=padding,
+            position_ids=positions,
+            use_cache=True,
+            **with_cache(cache),
+            **group[0].last_logits,
+        )
     logits: Tensor = output.logits[:, -1]
     return cache, logits

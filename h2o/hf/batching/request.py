@@ -25,6 +25,7 @@ from transformers.generation import (
 )
 
 from h2o.compat import with_cache
+from h2o.compat_calls import ModelCall
 from h2o.compat_wrappers import num_virtual_tokens
 from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
@@ -355,13 +356,15 @@ class ActiveRequest:
             seen = begin + settings.virtual + (self.cache.guard.state.row(0).offset or 0)
             where = positions_after(settings.model, seen, ids)
         settings.angles.forget()
-        output = forward(
-            input_ids=ids,
-            use_cache=True,
-            **where,
-            **with_cache(self.cache),
-            **self.last_logits,
-        )
+        call = ModelCall.of(settings.model, ids, None, where.get("position_ids"))
+        with self.cache.guard.telling(call):
+            output = forward(
+                input_ids=ids,
+                use_cache=True,
+                **where,
+                **with_cache(self.cache),
+                **self.last_logits,
+            )
         self.tokens_prefilled += ids.shape[1]
         return output.logits[:, -1] if self.tokens_prefilled == self.prompt_tokens else None
 

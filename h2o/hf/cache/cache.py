@@ -253,17 +253,21 @@ class H2OCache(CacheInspection):
                 warn_of_many_graphs()
             return super().get_mask_sizes(query_length, layer_idx)
         guard = self.guard
-        guard.check_thread()
-        guard.settle()
+        if guard.counter is not None:
+            guard.settle()
         if guard.has_states:
             for layer in filter(has_states, self.layers):
                 recurrent_states.make_writable(layer)
-        guard.check_complete()
+        if guard.current is not None or guard.has_states:
+            guard.check_complete()
         if query_length == 0:
             raise no_new_tokens(guard.state.columns)
-        sizes = super().get_mask_sizes(query_length, layer_idx)  # before another thread changes it
+        sizes = query_length, guard.columns  # before another thread changes it
+        if guard.kinds[layer_idx] != "h2o":
+            sizes = super().get_mask_sizes(query_length, layer_idx)
         guard.planned = plan_pass(self, query_length)
-        self._warn_of_growth(guard.state.columns, query_length)
+        if query_length > 1 and guard.state.columns:
+            self._warn_of_growth(guard.state.columns, query_length)
         return sizes
 
     def reset(self) -> None:

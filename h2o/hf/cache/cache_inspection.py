@@ -67,6 +67,11 @@ class CacheInspection(Cache):
             put_rope_deltas(guard.state)
         return guard.columns
 
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `generate()` may compile the decode steps."""
+        return self.guard.counter is not None and super().is_compileable
+
     def __repr__(self) -> str:
         idle = "" if self.guard.plans else ", nothing is evicted: no layer has full attention"
         return f"H2OCache({_brief(self.config)}, layers={len(self.layers)}{idle})"
@@ -182,7 +187,7 @@ class CacheInspection(Cache):
     def _warn_of_growth(self, seen: int, new_tokens: int) -> None:
         """Warn once if a turn or a chunk of `new_tokens` tokens, after `seen` others, is evicted
         down to a fraction of a much shorter prompt."""
-        if new_tokens < 2 or seen == 0 or self._has_warned_of_growth:
+        if self._has_warned_of_growth:
             return
         total, prompt_tokens = seen + new_tokens, self._prompt_tokens()
         if has_outgrown(total, prompt_tokens) and any(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from h2o.compat_calls import NewText, chunks_of_prompt, new_text
+from h2o.compat_calls import ModelCall, chunks_of_prompt, find_call
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention import mask_length_error
 from h2o.hf.cache_state.pass_guard import WITHOUT_CACHE, ForwardPass, PassGuard
@@ -45,7 +45,9 @@ def plan_pass(cache: Any, new: int) -> ForwardPass:
         return ForwardPass(before, after(before, new, before.rows), new)
     if guard.drops_cache_after is not None:
         guard.check_angles(seen, new)
-    text = new_text(cache)
+    text = guard.told
+    if text is None or text.ids.shape[1] != new:  # a wrapper inserts embeddings
+        text = find_call(cache)
     if text is None:
         rows = merge(row._replace(offset=None) for row in before.rows)
         return ForwardPass(before, after(before, new, rows), new)
@@ -77,7 +79,7 @@ def plan_pass(cache: Any, new: int) -> ForwardPass:
     return ForwardPass(before, then, new)
 
 
-def _new_columns(guard: PassGuard, text: NewText, seen: int, new: int) -> NewColumns:
+def _new_columns(guard: PassGuard, text: ModelCall, seen: int, new: int) -> NewColumns:
     """The new columns of a pass.
 
     Raises:
@@ -141,7 +143,7 @@ _LOST_TURN = (
 """Advice for a server whose client has disconnected, or whose streamer raised an error"""
 
 
-def _check_can_continue(seen: int, text: NewText) -> None:
+def _check_can_continue(seen: int, text: ModelCall) -> None:
     """Raise an error for a pass that no cache with `seen` columns can continue."""
     if text.positions is not None and text.positions.numel() == 0:
         # With prefill_chunk_size generate() prefills ids of the text seen again if none are left.
@@ -167,7 +169,7 @@ def _tokens_seen(cache: Any, seen: int, mask: Tensor | None) -> list[int] | None
 
 
 def _check_continuation(
-    cache: Any, seen: int, text: NewText, new: int, tokens: list[int] | None
+    cache: Any, seen: int, text: ModelCall, new: int, tokens: list[int] | None
 ) -> bool:
     """Check mask, ids and positions of a pass that follows `tokens` in each row. Return whether it
     is a decode step that has the next position of each row."""
@@ -192,7 +194,7 @@ def _check_continuation(
     return _check_positions(cache.guard, seen, text, new, tokens, is_relative=is_relative)
 
 
-def _needs_mask(guard: PassGuard, seen: int, text: NewText, tokens: list[int]) -> bool:
+def _needs_mask(guard: PassGuard, seen: int, text: ModelCall, tokens: list[int]) -> bool:
     """Whether a pass may have no mask only if no row has padding. Sliding windows would attend to
     padding, and a model that numbers columns would count it, unless it has done so before."""
     if guard.has_windows:
@@ -202,7 +204,7 @@ def _needs_mask(guard: PassGuard, seen: int, text: NewText, tokens: list[int]) -
     return text.positions is not None and not text.is_chosen and not counts_columns
 
 
-def _is_step_on_gpu(text: NewText, new: int) -> bool:
+def _is_step_on_gpu(text: ModelCall, new: int) -> bool:
     """Whether this is a decode step whose tensors are on a GPU. Checking would stall each step."""
     mask, positions = text.mask, text.positions
     is_elsewhere = mask is not None and not mask.is_cpu
@@ -222,7 +224,7 @@ def _check_counts(said: list[int], tokens: list[int], seen: int) -> None:
 def _check_positions(
     guard: PassGuard,
     seen: int,
-    text: NewText,
+    text: ModelCall,
     new: int,
     tokens: list[int],
     *,
@@ -284,7 +286,7 @@ _UNBOUNDED = -(2**30)
 
 
 def _overlap(
-    guard: PassGuard, seen: int, text: NewText, new: int, late: Tensor, least: Tensor
+    guard: PassGuard, seen: int, text: ModelCall, new: int, late: Tensor, least: Tensor
 ) -> ValueError:
     """Error for positions that overlap those of earlier tokens: not `late` [B, Q]."""
     assert text.positions is not None

@@ -13,23 +13,20 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from h2o.budgets import check_prompt_length
 from h2o.compat import calls_a_module
+from h2o.compat_calls import ModelCall
 from h2o.compat_wrappers import has_transforms
 from h2o.config.layer_plan import LayerPlan
 from h2o.hf.cache_state.pins import Pins
 from h2o.hf.cache_state.slot_layout import writable
 from h2o.hf.cache_state.state import CacheState, RowState, after, change_list, put_rope_deltas
 from h2o.hf.cache_state.weights_origin import WeightsOrigin
-
-if TYPE_CHECKING:
-    from h2o.hf.prompt.cross_head_budget import CrossHeadBudget
-    from h2o.hf.prompt.prompt_budget import PromptRows
 
 WITHOUT_CACHE = (
     "use_cache=False with an H2OCache: generate() then feeds the whole text again for each token. "
@@ -81,10 +78,10 @@ class ForwardPass:
         self.may_be_transformed = True
         """Whether tensors may belong to a torch.func transform. False in a pass that began outside
         any transform"""
-        self.prompt: PromptRows | None = None
-        """The prompt of each row, set by the first layer if the pass begins a prompt"""
-        self.pool: CrossHeadBudget | None = None
-        """The budget that the layers share, if they share one"""
+        self.prompt: Any = None
+        """`PromptRows` (`h2o.hf.prompt.prompt_budget`), set by the first layer of a prompt"""
+        self.pool: Any = None
+        """The `CrossHeadBudget` of a prompt whose layers share one budget"""
 
     @property
     def has_changed(self) -> bool:
@@ -97,7 +94,7 @@ class ForwardPass:
         """Whether some of the layers with states had fewer accesses to them."""
         return len(set(self.accesses.values())) > 1
 
-    def begin_prompt(self, prompt: PromptRows, after: CacheState) -> None:
+    def begin_prompt(self, prompt: Any, after: CacheState) -> None:
         """Note what the first layer of a prompt has found out."""
         self.prompt, self.after = prompt, after
 
@@ -146,8 +143,9 @@ class PassGuard:
         """Whether the model may keep `rope_deltas`, as models for more than text do"""
         self.has_independent_rows = False
         """Whether the rows are independent conversations, as in `generate_all`"""
-        self.makes_pool: Callable[[], CrossHeadBudget] | None = None
-        """Makes the budget that the layers share for one prompt; None if they share none"""
+        self.makes_pool: Callable[[], Any] | None = None
+        """Makes the `CrossHeadBudget` that the layers share for one prompt; None if they share
+        none"""
         self.records_passes = False
         """Whether passes are recorded, so that `H2OCache.crop` can take back their columns"""
         self.only_scores = False
@@ -170,8 +168,11 @@ class PassGuard:
         self.finished: ForwardPass | None = None
         """The last pass of a model with states, whose last layer may still change its states"""
 
+        self.told: ModelCall | None = None
+        """The inputs of the pass, if the caller of the model tells them"""
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "planned": None}
+        return {**self.__dict__, "planned": None, "told": None}
 
     @property
     def columns(self) -> Any:
@@ -179,6 +180,16 @@ class PassGuard:
         return self.state.columns if self.counter is None else self.counter
 
     # ---- A forward pass ------------------------------------------------------------------------
+
+    @contextmanager
+    def telling(self, call: ModelCall | None) -> Iterator[None]:
+        """Within the block a forward pass has these inputs. None: they are read from the calls of
+        transformers (`h2o.compat_calls`)."""
+        self.told = call
+        try:
+            yield
+        finally:
+            self.told = None
 
     def enter(self, layer: int, Q: int | None = None) -> None:
         """Begin the planned pass before the first of its layers gets new keys, or check that this
@@ -231,8 +242,8 @@ class PassGuard:
         """Do the same as `enter` before a layer's states change."""
         if layer != self.last:
             self.enter(layer)
-        elif self.kinds[layer] == "states" and self.current is not None:
-            self._commit(self.current)
+        elif self.kinds[layer] == "states":
+            self.layer_done(layer)
         self.count_state_access(layer)
 
     def count_state_access(self, layer: int) -> None:
@@ -247,12 +258,15 @@ class PassGuard:
             self.current.stored.append(layer)
 
     def layer_done(self, layer: int) -> None:
-        """Record that a layer is done with its new keys. The last layer commits the pass."""
+        """Record that a layer is done with its new keys. The last layer that stores any commits the
+        pass, and the last one that attends to them ends it."""
         the_pass = self.current
         if the_pass is not None:
             the_pass.waiting = None
-            if layer == self.last:
+            if layer == self.storing[-1]:
                 self._commit(the_pass)
+            if layer == self.last:
+                self.current = None
 
     def layer_rejected(self) -> None:
         """Record that a layer rejected its new keys and stored nothing. The pass is over if nor did
@@ -264,8 +278,8 @@ class PassGuard:
                 self.current = None
 
     def _commit(self, the_pass: ForwardPass) -> None:
-        """End a pass: the state after it becomes the state of the cache."""
-        self.state, self.current = the_pass.after, None
+        """The state after a pass becomes the state of the cache."""
+        self.state = the_pass.after
         the_pass.prompt = the_pass.pool = None
         if self.has_states:
             self.finished = the_pass
@@ -350,17 +364,15 @@ class PassGuard:
                     "the last forward pass was interrupted between two layers, and only some of "
                     "the model's states have seen its tokens. Call cache.reset() and start over"
                 )
-        if the_pass is not None:
-            if the_pass.stored:  # only layers that reuse keys are missing
-                self._commit(the_pass)
-            self.current = None
+        self.current = None  # nothing was stored, or only layers that reuse keys are missing
 
     @property
     def is_broken(self) -> bool:
         """Whether a forward pass is under way or was interrupted."""
         the_pass, last = self.current, self.current or self.finished
-        changed = the_pass is not None and the_pass.has_changed
-        return changed or (last is not None and last.has_missed_states)
+        is_partial = the_pass is not None and the_pass.has_changed
+        is_partial = is_partial and self.state is not the_pass.after
+        return is_partial or (last is not None and last.has_missed_states)
 
     def check_angles(self, seen: int, new: int) -> None:
         """Raise ValueError if `new` tokens would change the rotary angles of the `seen` tokens."""

@@ -24,6 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import Unpack
 
 from h2o import compat
+from h2o.compat_calls import ModelCall
 from h2o.config import H2OConfig, resolve_config
 from h2o.config.fields import ConfigFields, Pinned
 from h2o.errors import UnsupportedError
@@ -323,15 +324,17 @@ def _put_other_layers(cache: H2OCache, others: dict[int, Any]) -> None:
 def _forward(model: Any, cache: Any, ids: Tensor, mask: Tensor, before: Tensor) -> None:
     """Run the model on ids [B, Q] with a mask [B, Q], without computing logits. The cache has seen
     the columns of the mask `before` [B, n]."""
-    decoder = decoder_of(model)
+    decoder, whole = decoder_of(model), torch.cat([before, mask], 1)
     more = {}
     if forward_accepts(decoder, "position_ids"):
         positions = before.sum(1, keepdim=True) + mask.cumsum(1) - 1
         more["position_ids"] = positions.clamp(min=0)
-    decoder(
-        input_ids=ids,
-        attention_mask=torch.cat([before, mask], 1),
-        use_cache=True,
-        **compat.with_cache(cache),
-        **more,
-    )
+    call = ModelCall.of(model, ids, whole, more.get("position_ids"))
+    with cache.guard.telling(call):
+        decoder(
+            input_ids=ids,
+            attention_mask=whole,
+            use_cache=True,
+            **compat.with_cache(cache),
+            **more,
+        )
