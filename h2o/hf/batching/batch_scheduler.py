@@ -11,8 +11,7 @@ cache with one row for each prompt. Prefilled one by one they would take longer 
     8 prompts of   8 tokens: 2.7    32 tokens: 1.6    128 tokens: 1.15   (SmolLM2, one thread, AVX2)
     64 prompts of 16 tokens: 8.6    64 tokens: 6.9    128 tokens: 4.6    (Llama-3.1-8B's size, H200)
 
-The keys that a row keeps depend on its own tokens only. A graph takes longer prompts together too,
-and packs them into one row of tokens instead of padding them (`h2o.hf.batching.compiled_prefill`).
+The keys that a row keeps depend on its own tokens only.
 
 Shape letters: B prompts, n requests.
 """
@@ -30,7 +29,6 @@ from torch.nn.utils.rnn import pad_sequence
 from h2o.compat import with_cache
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_switch import use_attention
-from h2o.hf.batching.compiled_prefill import CompiledPrefill
 from h2o.hf.batching.prefix import PrefixError
 from h2o.hf.batching.request import ActiveRequest, Prompt, Request, Result, Settings
 from h2o.hf.batching.row_batch import RowBatch, row_bytes, row_report
@@ -67,13 +65,6 @@ class Scheduler:
         self.waiting = enumerate(prompts)
         self.batch = batch
         self.rows, self.bytes = rows, bytes
-        self.uses_graph_prefill = (
-            batch.compiled is not None
-            and settings.prefix is None
-            and CompiledPrefill.can_compile(settings.model, settings.config)
-        )
-        self.compiled_prefill: CompiledPrefill | None = None
-        """Made after the first prompt, if later prompts are prefilled by a graph"""
         self.running: dict[int, ActiveRequest] = {}
         """Requests of the active rows, by row number"""
         self.prefilling: list[ActiveRequest] = []
@@ -120,11 +111,6 @@ class Scheduler:
         rows = len(self.batch.tokens) or self.rows or 1
         return rows - len(self.running)
 
-    @property
-    def _waits_for_graph(self) -> bool:
-        """Whether later prompts are prefilled by a graph, which needs a first prompt's budgets."""
-        return self.uses_graph_prefill and self.compiled_prefill is None
-
     def _begin(self) -> Iterator[Result]:
         """Choose the prompts to prefill next: one, or several short ones for the idle rows."""
         while len(self.prefilling) < self._idle_rows():
@@ -139,7 +125,7 @@ class Scheduler:
                 return
             self.prefilling.append(self.next)
             self.next = None
-            if self._waits_for_graph or not can_share(self.prefilling[0]):
+            if not can_share(self.prefilling[0]):
                 return
 
     def _prepare(self, index: int, prompt: Prompt) -> Iterator[Result]:
@@ -153,8 +139,6 @@ class Scheduler:
             pins = self.next.cache.guard.pins
             if self.bytes is not None and pins and self.settings.config.head_shares is not None:
                 raise ValueError("pinned keys change head_shares: give rows= instead of bytes=")
-            if (compiled := self.compiled_prefill) and request.config is None and not pins:
-                self.next.cache, self.next.compiled_prefill = compiled.cache, compiled
         except UnsupportedError:
             raise
         except Exception as error:  # concerns this prompt only; the others continue
@@ -227,8 +211,6 @@ class Scheduler:
         idle = [row for row, n in enumerate(batch.tokens) if n == 0][: len(joining)]
         tokens = [running.prompt_tokens + settings.virtual for running in joining.values()]
         batch.join(idle, cache, list(joining), tokens)
-        if self._waits_for_graph and cache.config == settings.config:
-            self.compiled_prefill = CompiledPrefill(settings.model, cache, len(batch.tokens))
         for row, running in zip(idle, joining.values(), strict=True):
             running.cache = None  # its tensors were copied
             self.running[row] = running
@@ -291,12 +273,8 @@ def can_share(request: ActiveRequest) -> bool:
 
 def fits(request: ActiveRequest, group: Sequence[ActiveRequest]) -> bool:
     """Whether a prompt is prefilled with a group of others that all can share a pass."""
-    compiled = group[0].compiled_prefill
-    if not can_share(request) or request.compiled_prefill is not compiled:
+    if not can_share(request):
         return False
-    if compiled is not None:
-        tokens = sum(x.prompt_tokens for x in (*group, request))
-        return len(group) < compiled.prompts and tokens <= TOKENS_A_STEP
     on_cpu = input_device(request.settings.model).type == "cpu"
     limits = ON_CPU if on_cpu else ELSEWHERE
     lengths = [x.prompt_tokens for x in group]
@@ -306,25 +284,13 @@ def fits(request: ActiveRequest, group: Sequence[ActiveRequest]) -> bool:
     return after <= limits.tokens and pads <= limits.pads
 
 
+@torch.no_grad()
 def prefill_together(group: Sequence[ActiveRequest]) -> tuple[H2OCache, Tensor]:
-    """Prefill the prompts of a group.
+    """Prefill the prompts of a group in one pass, padded on the left.
 
     Returns:
         A cache with a row for each prompt, and logits [B, vocabulary] of their first new tokens.
     """
-    compiled = group[0].compiled_prefill
-    with torch.no_grad():
-        if compiled is None:
-            prefilled = _prefill_padded(group)
-        else:
-            logits = compiled.prefill([x.ids for x in group], **group[0].last_logits)
-            prefilled = compiled.cache, logits
-    for request in group:
-        request.tokens_prefilled = request.prompt_tokens
-    return prefilled
-
-
-def _prefill_padded(group: Sequence[ActiveRequest]) -> tuple[H2OCache, Tensor]:
     settings, lengths = group[0].settings, [x.prompt_tokens for x in group]
     rows = [x.ids[0] for x in group]
     ids, mask = (
@@ -340,5 +306,7 @@ def _prefill_padded(group: Sequence[ActiveRequest]) -> tuple[H2OCache, Tensor]:
         **with_cache(cache),
         **group[0].last_logits,
     )
+    for request in group:
+        request.tokens_prefilled = request.prompt_tokens
     logits: Tensor = output.logits[:, -1]
     return cache, logits

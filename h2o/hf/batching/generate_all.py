@@ -66,8 +66,7 @@ def generate_all(
         rows: number of requests that are decoded at a time.
         bytes: instead of `rows`, memory for all rows, with all tensors of the cache. Prompts being
             prefilled (one, or short ones of up to 512 tokens, 2,048 on a GPU) need memory for keys
-            and values on top, and `compileable` a quarter of the rows more, at most 8. Not with
-            budgets that depend on the prompt or per-request budgets.
+            and values on top. Not with budgets that depend on the prompt or per-request budgets.
         max_new_tokens, generation_config: as for `generate()`.
         tokenizer: needed for prompts that are texts or chats, for stop strings and `Result.text`.
         prefix: a cache of one row and the same settings that has read what all prompts begin with,
@@ -78,12 +77,10 @@ def generate_all(
             pins the system turn of a chat.
         on_token: called with the index of a request and each new token.
         as_completed: yield results as they finish, not in the order of the prompts.
-        compileable: use torch.compile: one graph for the decode steps of all rows, and one for
-            prompts of any length after the first, up to 8 of them and 2,048 tokens in one forward
-            pass. Compiling each takes about a minute. Give budgets in tokens: with fractions a
-            longer prompt lengthens all rows, so that steps are compiled again, and prefill is
-            eager. Prefill is also eager after a prefix, with pins, and with a request's own budget.
-            A model that cannot be compiled runs eagerly, with a warning.
+        compileable: use torch.compile: one graph for the decode steps of all rows. Compiling takes
+            about a minute. Prompts are prefilled eagerly. Give budgets in tokens: with fractions a
+            longer prompt lengthens all rows, so that steps are compiled again. A model that cannot
+            be compiled runs eagerly, with a warning.
         chat_template_kwargs: arguments of the chat template, such as `{"enable_thinking": False}`
             or `{"tools": [...]}`, for each prompt that is a chat and whose `Request` has none.
 
