@@ -31,7 +31,7 @@ from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_switch import use_attention
 from h2o.hf.batching.prefix import PrefixError
 from h2o.hf.batching.request import ActiveRequest, Prompt, Request, Result, Settings
-from h2o.hf.batching.row_batch import RowBatch, row_bytes, row_report
+from h2o.hf.batching.row_batch import RowBatch, row_report
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.model_traits.wrappers import forward_accepts, input_device, unwrap
 
@@ -57,14 +57,10 @@ ELSEWHERE = Limits(tokens=2048, pads=512)
 class Scheduler:
     """Scheduler of one call: its rows, the active requests in them, and the waiting prompts."""
 
-    def __init__(
-        self, settings: Settings, prompts: Iterable[Prompt], batch: RowBatch, rows: int | None,
-        bytes: int | None,
-    ) -> None:  # fmt: skip
+    def __init__(self, settings: Settings, prompts: Iterable[Prompt], batch: RowBatch) -> None:
         self.settings = settings
         self.waiting = enumerate(prompts)
         self.batch = batch
-        self.rows, self.bytes = rows, bytes
         self.running: dict[int, ActiveRequest] = {}
         """Requests of the active rows, by row number"""
         self.prefilling: list[ActiveRequest] = []
@@ -107,9 +103,8 @@ class Scheduler:
             yield from self._prefill()
 
     def _idle_rows(self) -> int:
-        """Number of idle rows. Until the bytes of a row are known, one row is assumed."""
-        rows = len(self.batch.tokens) or self.rows or 1
-        return rows - len(self.running)
+        """Number of idle rows."""
+        return len(self.batch.tokens) - len(self.running)
 
     def _begin(self) -> Iterator[Result]:
         """Choose the prompts to prefill next: one, or several short ones for the idle rows."""
@@ -131,14 +126,7 @@ class Scheduler:
     def _prepare(self, index: int, prompt: Prompt) -> Iterator[Result]:
         request = prompt if isinstance(prompt, Request) else Request(prompt)
         try:
-            if self.bytes is not None and request.config is not None:
-                raise ValueError(
-                    "a request with its own budget needs rows=: bytes= fixes the size of a row"
-                )
             self.next = ActiveRequest(index, request, self.settings)
-            pins = self.next.cache.guard.pins
-            if self.bytes is not None and pins and self.settings.config.head_shares is not None:
-                raise ValueError("pinned keys change head_shares: give rows= instead of bytes=")
         except UnsupportedError:
             raise
         except Exception as error:  # concerns this prompt only; the others continue
@@ -200,14 +188,6 @@ class Scheduler:
     def _join(self, joining: dict[int, ActiveRequest], cache: H2OCache) -> None:
         """Copy prefilled prompts, given by their rows of `cache`, into idle rows of the batch."""
         settings, batch = self.settings, self.batch
-        if not batch.tokens:
-            each = row_bytes(cache)
-            rows = self.rows or self.bytes // each
-            if rows == 0:
-                raise ValueError(
-                    f"bytes={self.bytes:,} cannot hold a row, which takes {each:,} in this config"
-                )
-            batch.make_rows(rows)
         idle = [row for row, n in enumerate(batch.tokens) if n == 0][: len(joining)]
         tokens = [running.prompt_tokens + settings.virtual for running in joining.values()]
         batch.join(idle, cache, list(joining), tokens)

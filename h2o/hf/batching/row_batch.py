@@ -34,6 +34,7 @@ class RowBatch:
     """A cache of several rows for a model. `join` copies rows of other caches into it.
 
     Args:
+        rows: number of rows, all idle at first.
         compileable: compile decode steps with torch.compile, one graph for all steps.
 
     Raises:
@@ -41,7 +42,7 @@ class RowBatch:
             states and rotary angles that depend on the length of the text.
     """
 
-    def __init__(self, model: Any, config: H2OConfig, compileable: bool = False) -> None:
+    def __init__(self, model: Any, config: H2OConfig, rows: int, compileable: bool) -> None:
         check_passes(model, "generate_all")
         self.model = model_after_prompt(model)
         self.compiled = CompiledForward(self.model) if compileable else None
@@ -54,9 +55,9 @@ class RowBatch:
                     f"layer {index} is a {type(layer).__name__}: call model.generate() with an "
                     "H2OCache for each batch of prompts"
                 )
-        self.tokens: list[int] = []
+        self.tokens = [0] * rows
         """Number of tokens that each row has seen; 0 if the row is idle"""
-        self.offsets: list[int] = []
+        self.offsets = [0] * rows
         """Difference between each row's next position and its number of tokens"""
         self._selected_rows: list[int] = []
         self._has_states = any(map(has_states, self.cache.layers))
@@ -67,10 +68,6 @@ class RowBatch:
                 "depend on the length of the text: call model.generate() with an H2OCache for each "
                 "prompt"
             )
-
-    def make_rows(self, rows: int) -> None:
-        """Set the number of rows, all idle, before the first `join`."""
-        self.tokens, self.offsets = [0] * rows, [0] * rows
 
     def join(
         self, rows: list[int], joining: H2OCache, source_rows: list[int], tokens: list[int]
