@@ -371,7 +371,7 @@ def resolve_config(
     h2o_config: H2OConfig | None, parameters: ConfigFields, function: Any
 ) -> H2OConfig:
     """The config that a caller of `function` gave as an object or as keywords."""
-    others = inspect.unwrap(function).__kwdefaults__  # its own keyword-only parameters
+    others = inspect.getfullargspec(inspect.unwrap(function)).kwonlyargs
     names = dict.fromkeys([*PARAMETERS, *others, "h2o_config"])
     check_names(parameters.keys() - {*PARAMETERS}, [*names])
     if h2o_config is None:
