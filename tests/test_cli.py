@@ -686,7 +686,6 @@ COMMANDS = (
         ("generate --compare full,h2o:0.1-0.1", "'0.1-0.1' is not an amount"),
         ("generate --profile no.json", "error: cannot read no.json: No such file"),
         (f"generate --profile {shlex.quote(__file__)}", "test_cli.py: is not a profile made"),
-        ("generate --prompts no.jsonl --output x", "--prompts: cannot read no.jsonl: No such file"),
         *[(f"{command} --model ''", "--model: is empty: name a model") for command in COMMANDS],
         ("eval --tasks copa --model ' '", "is empty: name a model, or leave --model out"),
         (f"calibrate --text {__file__} --output FOLDER.json", "FOLDER.json is a folder"),
