@@ -219,7 +219,6 @@ def test_what_the_operations_say_of_themselves(operator, begin):
         ("mistral-window", {}, "sliding window"),
         ("llama", {"positions": "cache_relative"}, "cache_relative"),
         ("llama", {"trace": True}, "trace=True"),
-        ("mllama", {}, "layers for images"),
         *[("deepseek_v3", {}, "latent")] * bool(LATENT),
         *[("gemma4_text", {}, "others' keys|sliding")] * SHARES_KEYS,
     ],

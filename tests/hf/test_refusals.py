@@ -53,6 +53,8 @@ def config_of(model_type: str, **more):
         ),
         ("doge", {}, "its own attention pattern"),
         ("kosmos-2", None, "its own attention pattern"),
+        ("mllama", None, "layers cache the keys of images"),
+        ("mllama_text_model", None, "layers cache the keys of images"),
         ("gemma2", {"use_bidirectional_attention": True}, "bidirectional"),
         *[
             pytest.param(name, None, words, marks=needs_states)

@@ -87,7 +87,7 @@ def generate_all(
         and the others continue. Exceptions raised by `prompts` or `on_token` propagate.
 
     Raises:
-        UnsupportedError: beam search or assisted decoding; layers with sliding windows or images.
+        UnsupportedError: beam search or assisted decoding; layers with sliding windows.
         ValueError: an invalid argument. All prompts of a list are texts or chats, and there is no
             `tokenizer`. The first prompt does not begin with the tokens of `prefix`.
         TypeError: `tokenizer`, `prefix` or `chat_template_kwargs` is something else, or a keyword

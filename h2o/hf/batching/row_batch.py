@@ -38,8 +38,8 @@ class RowBatch:
         compileable: compile decode steps with torch.compile, one graph for all steps.
 
     Raises:
-        UnsupportedError: the model has layers with sliding windows or for images, or it has both
-            states and rotary angles that depend on the length of the text.
+        UnsupportedError: the model has layers with sliding windows, or it has both states and
+            rotary angles that depend on the length of the text.
     """
 
     def __init__(self, model: Any, config: H2OConfig, rows: int, compileable: bool) -> None:
@@ -49,7 +49,7 @@ class RowBatch:
         self.cache = H2OCache(model.config, config, compileable=compileable)
         self.cache.guard.has_independent_rows = True
         for index, layer in enumerate(self.cache.layers):
-            if kind_of(layer) in ("sliding", "cross"):
+            if kind_of(layer) == "sliding":
                 raise UnsupportedError(
                     "generate_all needs full attention or states in all layers, but "
                     f"layer {index} is a {type(layer).__name__}: call model.generate() with an "

@@ -19,7 +19,7 @@ class LayerReport:
     layer: int
     kind: str
     """"h2o" for layers of h2o. For transformers' own layers, of which only the bytes are reported:
-    "sliding", "states" (no keys), "cross" (keys of images) or "none" (stores nothing)."""
+    "sliding", "states" (no keys) or "none" (stores nothing)."""
     seen: list[int] = dataclasses.field(default_factory=list)
     """Tokens seen."""
     kept_by_head: list[list[int]] = dataclasses.field(default_factory=list)
