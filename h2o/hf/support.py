@@ -168,10 +168,9 @@ def setting_reasons(
     """Reasons why settings of an `H2OCache` cannot be combined with a model or with each other."""
     relative, compiled = 'positions="cache_relative"', "compileable=True"
     latents, shared = "multi-head latent attention", "layers that attend to others' keys"
-    drawn = 'score_by="random", a baseline,'
     has_latents, has_shared = bool(traits.latent), bool(traits.reused_by)
     is_relative = h2o_config.positions == "cache_relative"
-    is_drawn, kv_dtype = h2o_config.score_by == "random", h2o_config.kv_dtype
+    kv_dtype = h2o_config.kv_dtype
     one_row = f'kv_dtype="{kv_dtype}": keys and values share one row; use "int8"'
     has_windows = "sliding" in traits.kinds
     pairs = (
@@ -182,12 +181,13 @@ def setting_reasons(
         (compiled, "trace=True, whose record grows", compileable and trace),
         (compiled, latents, compileable and has_latents),
         (compiled, shared, compileable and has_shared),
-        (drawn, latents, is_drawn and has_latents),
-        (drawn, shared, is_drawn and has_shared),
-        (drawn, relative, is_drawn and is_relative),
-        (drawn, compiled, is_drawn and compileable),
     )
     reasons = [f"{what} cannot be combined with {other}" for what, other, holds in pairs if holds]
+    if h2o_config.score_by == "random":
+        reasons.append(
+            'score_by="random" is a baseline that no cache has: measure it with '
+            'h2o.simulated(model, score_by="random") or h2o eval --compare full,random:0.2'
+        )
     if is_relative and traits.not_cache_relative:
         reasons.append(
             f"{relative} does not support {traits.model_type}: {traits.not_cache_relative}"

@@ -42,7 +42,6 @@ CONFIGS = {
     "value norms": H2OConfig(heavy=6, recent=6, value_weighted=True),
     "uneven heads": H2OConfig(heavy=6, recent=6, head_shares=[[1.4, 0.6], [0.5, 1.5]]),
     "everything": H2OConfig.full(),
-    "random": H2OConfig(heavy=6, recent=6, score_by="random", kv_dtype="int8"),
     "echo": H2OConfig(heavy=6, recent=6, score_by="mean-echo", head_shares="echo", kv_dtype="int8"),
 }
 

@@ -233,7 +233,8 @@ def test_reasons_against_settings_are_listed_together():
     reasons = setting_reasons(Traits.of(config), drawn, trace=True, compileable=True)
     assert [reason.partition(" cannot be")[0] for reason in reasons] == [
         "compileable=True",
-        'score_by="random", a baseline,',
+        'score_by="random" is a baseline that no cache has: measure it with '
+        'h2o.simulated(model, score_by="random") or h2o eval --compare full,random:0.2',
     ]
     config = copy.deepcopy(config)
     config.is_encoder_decoder = True

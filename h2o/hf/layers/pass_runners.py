@@ -52,11 +52,8 @@ class EagerRunner:
             slots = layer.make_room(layer.longest + 1)
         last = self._out
         fits = last is not None and last.dtype == tokens.query.dtype  # autocast may change it
-        if layer.scorer.uses_attention:
-            new = torch.empty_like(last) if fits else None
-            out: Tensor = layer.variant.step(layer, tokens, slots, new)
-        else:
-            out = layer.attend_and_evict(tokens, slots)
+        new = torch.empty_like(last) if fits else None
+        out: Tensor = layer.variant.step(layer, tokens, slots, new)
         self._out = out
         layer.longest += 1
         layer.count(1, tokens.mask)
