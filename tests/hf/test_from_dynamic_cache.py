@@ -18,7 +18,6 @@ from tests.cases import checkered, pairs
 from tests.hf.drive import forward, tensors
 from tests.hf.test_families import peer
 from tests.hf.tiny import (
-    CROPS_TO_LENGTH,
     FAMILIES,
     LATENT,
     LAYOUTS,
@@ -225,7 +224,7 @@ def test_crop_and_reset_before_the_first_pass():
     inputs = batch(prompts(20))
     full = filled(peer("llama"), inputs)
     cache = H2OCache.from_dynamic_cache(full, ours.config, **SMALL)
-    cache.crop(20 if CROPS_TO_LENGTH else 0)
+    cache.crop(0)
     assert cache.get_seq_length() == 20
     with pytest.raises(NotImplementedError, match="pass that was not recorded"):
         cache.crop(-3)

@@ -21,7 +21,7 @@ from h2o import (
 from h2o.compat import with_cache
 from h2o.hf.cache_state import recurrent_states
 from h2o.hf.cache_state.layer_snapshot import take_snapshot
-from h2o.hf.model_traits.layer_kinds import HYBRIDS, has_states, kind_of
+from h2o.hf.model_traits.layer_kinds import has_states, kind_of
 from tests.hf.test_saved import assert_same
 from tests.hf.tiny import (
     LAYOUTS,
@@ -34,7 +34,6 @@ from tests.hf.tiny import (
     slow_if,
 )
 
-pytestmark = pytest.mark.skipif(not HYBRIDS, reason="states as of transformers 5.21")
 SMALL = {"heavy": 6, "recent": 6}
 
 

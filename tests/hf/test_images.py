@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from h2o import H2OCache, H2OConfig, simulated, supports
-from h2o.compat import CROPS_TO_LENGTH, with_cache
+from h2o.compat import with_cache
 from tests.hf.tiny import FAMILIES, batch, greedy, model, prompts, shared, slow_if, with_image
 
 SMALL = {"heavy": 6, "recent": 6}
@@ -72,8 +72,6 @@ def test_rows_are_rows_alone_and_the_budget_holds(name):
 def test_the_simulation_is_the_cache(name):
     """The simulation must evict the same keys as the cache when the text has an image, also during
     the answer."""
-    if name == "llava" and CROPS_TO_LENGTH:
-        pytest.skip("an answer's token of the image's number is taken for an image there")
     ours, inputs = model(name), illustrated(name, 30)
     cache = H2OCache(ours.config, **SMALL, trace=True)
     made = ours.generate(

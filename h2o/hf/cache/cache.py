@@ -285,10 +285,9 @@ class H2OCache(CacheInspection):
     def crop(self, tokens: int) -> None:
         """Remove the last tokens. Removing all tokens is the same as `reset()`.
 
-        `tokens` means what it means in the installed version of transformers: minus the number of
-        tokens to remove, or before 5.16 the number to keep. Tokens can be removed if they came in
-        the last forward pass and that pass was recorded (`activate_past_recording`). The cache then
-        repeats the pass without them.
+        `tokens` is minus the number of tokens to remove, as in transformers. Tokens can be removed
+        if they came in the last forward pass and that pass was recorded
+        (`activate_past_recording`). The cache then repeats the pass without them.
 
         Raises:
             NotImplementedError: the pass was not recorded, or the tokens came in an earlier pass.
@@ -310,9 +309,9 @@ class H2OCache(CacheInspection):
     def activate_past_recording(self) -> None:
         """Record each forward pass from now on, so that `crop` can remove its tokens.
 
-        Assisted decoding and prompt lookup need this. From transformers 5.16 on they call it
-        themselves. Each layer then keeps a copy of its state before the last pass, and the queries,
-        keys and values of that pass. To stop recording, set `record_past = False` on each layer.
+        Assisted decoding and prompt lookup need this, and `generate()` calls it for them. Each
+        layer then keeps a copy of its state before the last pass, and the queries, keys and values
+        of that pass. To stop recording, set `record_past = False` on each layer.
         """
         self.guard.records_passes = True
         for layer in self.layers:

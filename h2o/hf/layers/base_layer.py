@@ -228,8 +228,6 @@ class BaseLayer(CacheLayerMixin):
         """-1, which means unbounded."""
         return -1
 
-    get_max_cache_shape = get_max_length  # the method's name before transformers 5.16
-
     @property
     def is_croppable(self) -> bool:
         """Whether tokens of the last pass can be removed. transformers asks before it drafts."""
