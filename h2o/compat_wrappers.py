@@ -256,21 +256,10 @@ def accelerate_hooks(module: nn.Module) -> tuple[Any, ...]:
     return () if hook is None else tuple(getattr(hook, "hooks", (hook,)))
 
 
-def device_mesh(module: nn.Module) -> Any:
-    """The DeviceMesh of a tensor parallel module before transformers 5.11. None since then, because
-    parameters are DTensors with a mesh of their own."""
-    return getattr(module, "_hf_device_mesh", None)
-
-
 def mark_static_address(tensor: Tensor) -> None:
     """Tell torch.compile that a tensor's address does not change, so that CUDA graphs do not copy
     it."""
     torch._dynamo.mark_static_address(tensor)
-
-
-def mark_dynamic(tensor: Tensor, axis: int) -> None:
-    """Tell torch.compile that the length of an axis changes with every call."""
-    torch._dynamo.mark_dynamic(tensor, axis)
 
 
 def compile_errors() -> type[Exception]:

@@ -185,7 +185,6 @@ class PatchStack:
         assisted = GenerationMode.ASSISTED_GENERATION in (*args, *kwargs.values())
         if assisted:  # the first forward pass is the prompt and a draft
             cache = patch.make_cache(compat.known_prompt_length(generation_config, model_kwargs))
-            cache.activate_past_recording()  # transformers does so itself from 5.16 on
         else:
             cache = patch.make_cache()
             if generation_config.prefill_chunk_size is None:

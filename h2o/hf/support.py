@@ -30,6 +30,8 @@ _PATTERN = "it gives its own attention pattern as a 4-D mask"
 
 _BIAS = "it adds a bias to the attention logits that depends on positions"
 
+_IMAGE_KEYS = "some of its layers cache the keys of images (cross attention): use DynamicCache"
+
 _LOOPS = "it runs its layers several times for each token, with a separate cache for each run"
 
 _UNSUPPORTED_TYPES = {
@@ -45,6 +47,8 @@ _UNSUPPORTED_TYPES = {
     "inkling_text": _BIAS,
     "jetmoe": "it repeats all KV heads between cache and attention",
     "kosmos-2": _PATTERN,
+    "mllama": _IMAGE_KEYS,
+    "mllama_text_model": _IMAGE_KEYS,
     "minimax": "it accepts only its own class of cache",
     "paligemma": "its attention is bidirectional within the prompt (a prefix language model)",
     "xlstm": "it has a state instead of keys",
@@ -61,8 +65,8 @@ class Support:
     reason: str
     """Why the model is not supported; empty if it is."""
     layers: tuple[str, ...]
-    """Kind of each layer (`h2o.hf.model_traits.layer_kinds`): "h2o", "sliding", "states", "cross"
-    or "none"; empty if the model is not supported."""
+    """Kind of each layer (`h2o.hf.model_traits.layer_kinds`): "h2o", "sliding", "states" or
+    "none"; empty if the model is not supported."""
     not_cache_relative: str = ""
     """Why positions="cache_relative" is not supported, if the rest is; empty otherwise."""
     not_images: str = ""
@@ -96,7 +100,6 @@ class Support:
 _REST = {
     "sliding": "keep their own sliding window",
     "states": "have states instead of keys",
-    "cross": "attend to images",
     "none": "store nothing",
 }
 
@@ -165,27 +168,26 @@ def setting_reasons(
     """Reasons why settings of an `H2OCache` cannot be combined with a model or with each other."""
     relative, compiled = 'positions="cache_relative"', "compileable=True"
     latents, shared = "multi-head latent attention", "layers that attend to others' keys"
-    drawn = 'score_by="random", a baseline,'
     has_latents, has_shared = bool(traits.latent), bool(traits.reused_by)
     is_relative = h2o_config.positions == "cache_relative"
-    is_drawn, kv_dtype = h2o_config.score_by == "random", h2o_config.kv_dtype
+    kv_dtype = h2o_config.kv_dtype
     one_row = f'kv_dtype="{kv_dtype}": keys and values share one row; use "int8"'
-    windows, images = "sliding" in traits.kinds, "cross" in traits.kinds
+    has_windows = "sliding" in traits.kinds
     pairs = (
         (latents, one_row, has_latents and len(set(stored_bytes(kv_dtype, 32) or ())) > 1),
         (latents, f"{relative}: only a part of a row is rotated", has_latents and is_relative),
-        (compiled, "layers with a sliding window, whose tensors grow", compileable and windows),
-        (compiled, "layers for images, whose keys transformers stores", compileable and images),
+        (compiled, "layers with a sliding window, whose tensors grow", compileable and has_windows),
         (compiled, f"{relative}, which looks angles up in each step", compileable and is_relative),
         (compiled, "trace=True, whose record grows", compileable and trace),
         (compiled, latents, compileable and has_latents),
         (compiled, shared, compileable and has_shared),
-        (drawn, latents, is_drawn and has_latents),
-        (drawn, shared, is_drawn and has_shared),
-        (drawn, relative, is_drawn and is_relative),
-        (drawn, compiled, is_drawn and compileable),
     )
     reasons = [f"{what} cannot be combined with {other}" for what, other, holds in pairs if holds]
+    if h2o_config.score_by == "random":
+        reasons.append(
+            'score_by="random" is a baseline that no cache has: measure it with '
+            'h2o.simulated(model, score_by="random") or h2o eval --compare full,random:0.2'
+        )
     if is_relative and traits.not_cache_relative:
         reasons.append(
             f"{relative} does not support {traits.model_type}: {traits.not_cache_relative}"

@@ -33,7 +33,6 @@ def weights_of(model: Any) -> Iterator[Weight]:
     """Yield the weights of a model, or of one of its modules, sorted by name. Weights that
     accelerate keeps on disk are read one at a time."""
     from h2o.compat_wrappers import (
-        device_mesh,
         has_adapters,
         innermost_model,
         packed_tensors,
@@ -56,8 +55,7 @@ def weights_of(model: Any) -> Iterator[Weight]:
                 places[at_work[0]] = module, own, at_work[1]
     for name, (module, own, scale) in sorted(places.items()):
         tensor = _load(module, own)
-        is_shard = device_mesh(module) is not None or hasattr(tensor, "full_tensor")
-        yield Weight(name, tensor, is_shard, scale)
+        yield Weight(name, tensor, hasattr(tensor, "full_tensor"), scale)
 
 
 def is_of_adapter(name: str) -> bool:

@@ -12,8 +12,7 @@ from h2o.compat import with_cache
 from h2o.hf.document import compress
 from h2o.hf.document.cut_cache import LATER_RECENT, RECENT
 from h2o.hf.layers.layer import H2OLayer
-from h2o.hf.model_traits.layer_kinds import HYBRIDS
-from tests.hf.tiny import HYBRID, LATENT, WITH_STATES, batch, greedy, model, prompts, shared
+from tests.hf.tiny import HYBRID, WITH_STATES, batch, greedy, model, prompts, shared
 
 REQUEST = torch.tensor([5, 9, 2])
 """Token ids that request the repetition."""
@@ -221,8 +220,9 @@ def test_recent_keys_after_the_cut(recent, by_attention):
     "name",
     [
         *("llama", "opt", "gemma3", "mistral-window"),
-        *["qwen3_next", "falcon_h1"] * HYBRIDS,
-        *["deepseek_v3"] * bool(LATENT),
+        "qwen3_next",
+        "falcon_h1",
+        "deepseek_v3",
     ],
 )
 def test_with_room_for_all_it_answers_as_the_full_cache(name):

@@ -23,7 +23,6 @@ from h2o.hf.model_traits.latent_attention import Expansion
 from tests.hf.test_families import generation
 from tests.hf.tiny import LATENT, batch, exact, greedy, model, prompts
 
-pytestmark = pytest.mark.skipif(not LATENT, reason="a newer transformers caches latents")
 LENGTHS = (5, 17, 23, 30)
 SMALL = {"heavy": 6, "recent": 6}
 FULL = {"heavy": 10**6}

@@ -20,7 +20,7 @@ from h2o.hf.cache_state import recurrent_states
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.model_traits.layer_kinds import has_states, kind_of
 from tests.hf.test_rollback import remove
-from tests.hf.tiny import CROPS_TO_LENGTH, FAMILIES, LATENT, WITH_STATES, greedy, shared
+from tests.hf.tiny import FAMILIES, LATENT, WITH_STATES, greedy, shared
 
 NAMES = ("llama", "gpt_neox", "qwen2-mixed", "gemma3", "deepseek_v3", "gemma3n_text", "lfm2",
          "qwen3_next", "zamba2", "nemotron_h")  # fmt: skip
@@ -45,8 +45,7 @@ class Program:
         config, pinned = CONFIGS[seed % len(CONFIGS)], PINS[seed % len(PINS)]
         self.new = lambda: H2OCache(self.ours, config, pinned=pinned, trace=True)
         self.cache, self.history, self.rows = self.new(), [], self.random.choice([1, 2, 3])
-        has_windows = "sliding" in (FAMILIES | LATENT)[name].layers
-        self.can_crop = name not in WITH_STATES and not (has_windows and CROPS_TO_LENGTH)
+        self.can_crop = name not in WITH_STATES
         self.run(*self.tokens(self.random.randint(9, 24)))
 
     def tokens(self, n):

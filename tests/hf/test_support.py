@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from h2o import H2OCache, H2OConfig, UnsupportedError, patched, simulated, supports
 from h2o.compat import with_cache
-from h2o.hf.model_traits.layer_kinds import HYBRIDS, kind_of
+from h2o.hf.model_traits.layer_kinds import kind_of
 from h2o.hf.support import Traits, setting_reasons
 from tests.hf import families
 from tests.hf.tiny import FAMILIES, SPREAD, batch, greedy, model, prompts, slow_if
@@ -165,7 +165,6 @@ def test_of_every_family_of_transformers_is_said_whether_it_is_served(mapping):
         assert set(families.MAPPINGS[mapping]) <= set(written)
 
 
-@pytest.mark.skipif(not HYBRIDS, reason="states as of transformers 5.21")
 def test_the_cache_has_the_layers_that_supports_tells():
     """`supports` must name the layers that a cache has, for example for LFM2, which has no states
     without layer_types."""
@@ -233,7 +232,8 @@ def test_reasons_against_settings_are_listed_together():
     reasons = setting_reasons(Traits.of(config), drawn, trace=True, compileable=True)
     assert [reason.partition(" cannot be")[0] for reason in reasons] == [
         "compileable=True",
-        'score_by="random", a baseline,',
+        'score_by="random" is a baseline that no cache has: measure it with '
+        'h2o.simulated(model, score_by="random") or h2o eval --compare full,random:0.2',
     ]
     config = copy.deepcopy(config)
     config.is_encoder_decoder = True

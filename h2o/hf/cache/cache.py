@@ -81,7 +81,7 @@ class H2OCache(CacheInspection):
         trace: record when each key is evicted; see `evicted_at`.
         compileable: let torch.compile capture all decode steps in one graph. Slots for the whole
             budget are allocated at once. Not supported with `trace`, cache-relative positions,
-            sliding windows, layers for images, latent attention or keys shared between layers.
+            sliding windows, latent attention or keys shared between layers.
 
     Raises:
         UnsupportedError: (a ValueError) h2o does not support the model. The message says why.
@@ -279,7 +279,7 @@ class H2OCache(CacheInspection):
         self.guard.check_thread()
         super().reset()
         for layer in self.layers:  # transformers may zero these tensors instead of dropping them
-            if kind_of(layer) in ("sliding", "cross"):
+            if kind_of(layer) == "sliding":
                 layer.keys = layer.values = None
                 layer.is_initialized = False
             if has_states(layer):
@@ -289,10 +289,9 @@ class H2OCache(CacheInspection):
     def crop(self, tokens: int) -> None:
         """Remove the last tokens. Removing all tokens is the same as `reset()`.
 
-        `tokens` means what it means in the installed version of transformers: minus the number of
-        tokens to remove, or before 5.16 the number to keep. Tokens can be removed if they came in
-        the last forward pass and that pass was recorded (`activate_past_recording`). The cache then
-        repeats the pass without them.
+        `tokens` is minus the number of tokens to remove, as in transformers. Tokens can be removed
+        if they came in the last forward pass and that pass was recorded
+        (`activate_past_recording`). The cache then repeats the pass without them.
 
         Raises:
             NotImplementedError: the pass was not recorded, or the tokens came in an earlier pass.
@@ -313,9 +312,9 @@ class H2OCache(CacheInspection):
     def activate_past_recording(self) -> None:
         """Record each forward pass from now on, so that `crop` can remove its tokens.
 
-        Assisted decoding and prompt lookup need this. From transformers 5.16 on they call it
-        themselves. Each layer then keeps a copy of its state before the last pass, and the queries,
-        keys and values of that pass. To stop recording, set `record_past = False` on each layer.
+        Assisted decoding and prompt lookup need this, and `generate()` calls it for them. Each
+        layer then keeps a copy of its state before the last pass, and the queries, keys and values
+        of that pass. To stop recording, set `record_past = False` on each layer.
         """
         self.guard.records_passes = True
         for layer in self.layers:
@@ -337,8 +336,6 @@ class H2OCache(CacheInspection):
                 f"layers from the model, {NUMBER_LAYERS}"
             )
         guard, layer = self.guard, self.layers[layer_idx]
-        if guard.kinds[layer_idx] == "cross":  # not part of every pass, so the guard ignores it
-            return layer.update(key_states, value_states)
         guard.enter(layer_idx, key_states.shape[2])
         try:
             keys_and_values = layer.update(key_states, value_states, *args, **kwargs)
@@ -391,7 +388,7 @@ class H2OCache(CacheInspection):
         for layer in self.layers:
             if isinstance(layer, H2OLayer):
                 layer.change_rows(change)
-            elif kind_of(layer) in ("sliding", "cross") and layer.is_initialized:
+            elif kind_of(layer) == "sliding" and layer.is_initialized:
                 layer.keys, layer.values = change(layer.keys), change(layer.values)
             if has_states(layer):
                 recurrent_states.each(layer, change)

@@ -128,9 +128,10 @@ class PassGuard:
         self.plans: Mapping[int, LayerPlan] = {}
         """Budgets of the H2O layers, by layer number"""
         self.kinds = kinds
-        self.storing = [i for i, kind in enumerate(kinds) if kind not in ("none", "cross")]
-        """The layers that use the cache in every forward pass, as far as they store something"""
-        self.first, self.last = self.storing[0], max(self.storing[-1], last)
+        self.storing = [index for index, kind in enumerate(kinds) if kind != "none"]
+        """The layers that store something in every forward pass"""
+        self.last = max(self.storing[-1], last)
+        """The last layer that uses the cache"""
         self.with_states = tuple(with_states)
         self.has_states = bool(self.with_states)
         self.has_windows = "sliding" in kinds

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from h2o.compat import CROPS_TO_LENGTH, StatesLayer
+from h2o.compat import StatesLayer
 from h2o.hf.attention.attention_call import NewTokens
 from h2o.hf.cache_state.layer_snapshot import Snapshot, restore, take_snapshot
 from h2o.hf.cache_state.pass_guard import ForwardPass, PassGuard
@@ -111,13 +111,12 @@ def columns_left(tokens: int, seen: int) -> int:
 
     Raises:
         TypeError: the number is not an integer.
-        ValueError: this version of transformers does not accept the number.
+        ValueError: the number is positive.
     """
     try:
         tokens = operator.index(tokens)  # int() would round, and NaN is below no number
     except TypeError:
         raise TypeError(f"crop({tokens!r}): expected an integer") from None
-    if not CROPS_TO_LENGTH and tokens > 0:
+    if tokens > 0:
         raise ValueError(f"crop({tokens}): pass the number of tokens to remove as a negative int")
-    left = tokens if CROPS_TO_LENGTH and tokens >= 0 else seen + tokens
-    return min(max(left, 0), seen)
+    return max(seen + tokens, 0)
