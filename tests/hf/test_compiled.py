@@ -223,7 +223,7 @@ def test_what_the_operations_say_of_themselves(operator, begin):
         ("llama", {"trace": True}, "trace=True"),
         ("mllama", {}, "layers for images"),
         *[("deepseek_v3", {}, "latent")] * bool(LATENT),
-        *[("gemma4_text", {}, "others' keys|sliding")] * SHARES_KEYS,
+        *[("gemma4_text", {}, "keys of others")] * SHARES_KEYS,
     ],
 )
 def test_what_changes_its_shape(name, parameters, words):

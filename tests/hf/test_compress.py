@@ -166,7 +166,7 @@ def test_windows_and_states_of_a_row_know_no_padding(name, readings):
     for row, document in enumerate(documents):
         alone = h2o.compress_document(ours, document, config, **how)
         assert positions(together, row) == positions(alone)
-    with pytest.raises(ValueError, match="pad on the left"):
+    with pytest.raises(ValueError, match="Pad on the left"):
         h2o.compress_document(
             ours, right["input_ids"], config, attention_mask=right["attention_mask"], **how
         )

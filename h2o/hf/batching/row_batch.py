@@ -23,9 +23,11 @@ from h2o.hf.batching.compiled_prefill import CompiledForward
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.cache_state import recurrent_states
 from h2o.hf.layers.layer import H2OLayer
-from h2o.hf.model_traits.layer_kinds import has_states, kind_of
+from h2o.hf.model_traits.layer_kinds import has_states
 from h2o.hf.model_traits.wrappers import check_passes, input_device, model_after_prompt
+from h2o.hf.modes import Mode, check_modes, config_modes
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
+from h2o.hf.support import model_modes
 
 
 class RowBatch:
@@ -35,8 +37,8 @@ class RowBatch:
         compileable: compile decode steps with torch.compile, one graph for all steps.
 
     Raises:
-        UnsupportedError: the model has layers with sliding windows or for images, or it has both
-            states and rotary angles that depend on the length of the text.
+        UnsupportedError: the model has layers with sliding windows, or it has both states and
+            rotary angles that depend on the length of the text.
     """
 
     def __init__(self, model: Any, config: H2OConfig, compileable: bool = False) -> None:
@@ -44,14 +46,8 @@ class RowBatch:
         self.model = model_after_prompt(model)
         self.compiled = CompiledForward(self.model, "steps") if compileable else None
         self.cache = H2OCache(model.config, config, compileable=compileable)
+        check_modes({Mode.GENERATE_ALL, *config_modes(self.cache.config), *model_modes(model)})
         self.cache.guard.has_independent_rows = True
-        for index, layer in enumerate(self.cache.layers):
-            if kind_of(layer) in ("sliding", "cross"):
-                raise UnsupportedError(
-                    "generate_all needs full attention or states in all layers, but "
-                    f"layer {index} is a {type(layer).__name__}: call model.generate() with an "
-                    "H2OCache for each batch of prompts"
-                )
         self.tokens: list[int] = []
         """Number of tokens that each row has seen; 0 if the row is idle"""
         self.offsets: list[int] = []

@@ -15,7 +15,6 @@ from h2o.errors import UnsupportedError
 from h2o.hf.cache_state import recurrent_states
 from h2o.hf.cache_state.pass_guard import PassGuard
 from h2o.hf.cache_state.row_state import RowState, with_padding
-from h2o.hf.layers.cache_relative_variant import CacheRelativeVariant
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.model_traits.layer_kinds import has_states, kind_of
 
@@ -32,16 +31,11 @@ def import_dynamic_cache(
         attention_mask: [B, n], 0 at padding; None if there is no padding.
 
     Raises: as `H2OCache.from_dynamic_cache`. Also UnsupportedError if a layer is neither full nor
-    sliding-window attention, or positions are cache-relative.
+    sliding-window attention.
     """
     if not isinstance(cache, DynamicCache):
         hint = ". To copy an H2OCache call its fork()" if hasattr(cache, "guard") else ""
         raise TypeError(f"expected a filled DynamicCache, not {type(cache).__name__}{hint}")
-    if any(isinstance(getattr(x, "variant", None), CacheRelativeVariant) for x in layers):
-        raise UnsupportedError(
-            'positions="cache_relative" cannot continue from a DynamicCache, which does not record '
-            "the positions at which its keys were rotated. Process the text with an H2OCache"
-        )
     if any(isinstance(layer, H2OLayer) and layer.guard.pins.are_columns for layer in layers):
         raise ValueError(
             "pinned is a mask, but a DynamicCache does not record the columns of its keys. Pass "

@@ -17,6 +17,7 @@ from h2o.compat import CROPS_TO_LENGTH, StatesLayer
 from h2o.hf.attention.attention_call import NewTokens
 from h2o.hf.cache_state.layer_snapshot import Snapshot, restore, take_snapshot
 from h2o.hf.model_traits.layer_kinds import free_keys_before_window, has_states, kind_of
+from h2o.hf.modes import Mode, refusal
 
 
 def record_pass(layer: Any, tokens: NewTokens) -> tuple[Snapshot, NewTokens]:
@@ -38,10 +39,7 @@ def crop(layers: Sequence[Any], tokens: int, seen: int, left: int) -> None:
     if left < seen:
         _check_record(h2o_layers, left)
         if any(any(layer.is_recurrent_states_initialized.values()) for layer in with_states):
-            raise NotImplementedError(
-                "this model's recurrent states are sums over all tokens, from which no token can "
-                "be removed. Call cache.fork() before you add tokens that you may have to remove"
-            )
+            raise NotImplementedError(refusal({Mode.CROP, Mode.HYBRID}))
     before = [(layer, take_snapshot(layer)) for layer in {*h2o_layers, *with_states}]
     try:
         for layer in h2o_layers:

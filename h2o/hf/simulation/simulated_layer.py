@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from h2o import ops
 from h2o.attention_blocks import retained_mass
 from h2o.config.layer_plan import LayerPlan
-from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention import ROWS, softmax_attention
 from h2o.hf.attention.attention_call import (
     AttentionCall,
@@ -154,8 +153,6 @@ def simulate_random(
 
     Other arguments and the result are those of `simulate_tokenwise`, with ranks as scores.
     """
-    if text.value is None:
-        raise UnsupportedError('score_by="random" does not support multi-head latent attention')
     B, G, N, _ = text.key.shape
     positions, _count = positions_in(text.mask, text.key[..., 0])
     ranks = draw_ranks(positions, head_numbers(G, part, text.key.device)[:, None], plan.layer)
