@@ -265,11 +265,6 @@ def mark_static_address(tensor: Tensor) -> None:
     torch._dynamo.mark_static_address(tensor)
 
 
-def mark_dynamic(tensor: Tensor, axis: int) -> None:
-    """Tell torch.compile that the length of an axis changes with every call."""
-    torch._dynamo.mark_dynamic(tensor, axis)
-
-
 def compile_errors() -> type[Exception]:
     """Base class of torch.compile's errors. Importing it takes a second."""
     from torch._dynamo.exc import TorchDynamoException

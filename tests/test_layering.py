@@ -610,7 +610,7 @@ def test_lines_of_json_end_at_line_ends():
         for name, text in {**PYTHON, **sources("examples", ".py")}.items()
         if "json.loads(" in text
     }
-    assert {"h2o/cli/prompts_file.py", "examples/many_machines.py"} <= set(reading)
+    assert {"examples/batch_job.py", "examples/many_machines.py"} <= set(reading)
     assert not [name for name, text in reading.items() if many.search(text)]
 
 

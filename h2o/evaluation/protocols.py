@@ -8,6 +8,9 @@
 - "read": as "drop", but the cache is cut before the question of the prompt
   (`h2o.evaluation.questions`), as if the document had been prefilled before anyone asked.
 
+Random eviction, a baseline that no cache has, is simulated in all protocols. The context, or the
+document in it, is then the prompt of the simulation.
+
 Rows are padded with a mask and have their own budgets, so results do not depend on batches.
 """
 

@@ -31,6 +31,8 @@ _PATTERN = "it gives its own attention pattern as a 4-D mask"
 
 _BIAS = "it adds a bias to the attention logits that depends on positions"
 
+_IMAGE_KEYS = "some of its layers cache the keys of images (cross attention): use DynamicCache"
+
 _LOOPS = "it runs its layers several times for each token, with a separate cache for each run"
 
 _UNSUPPORTED_TYPES = {
@@ -46,6 +48,8 @@ _UNSUPPORTED_TYPES = {
     "inkling_text": _BIAS,
     "jetmoe": "it repeats all KV heads between cache and attention",
     "kosmos-2": _PATTERN,
+    "mllama": _IMAGE_KEYS,
+    "mllama_text_model": _IMAGE_KEYS,
     "minimax": "it accepts only its own class of cache",
     "paligemma": "its attention is bidirectional within the prompt (a prefix language model)",
     "xlstm": "it has a state instead of keys",
@@ -62,8 +66,8 @@ class Support:
     reason: str
     """Why the model is not supported; empty if it is."""
     layers: tuple[str, ...]
-    """Kind of each layer (`h2o.hf.model_traits.layer_kinds`): "h2o", "sliding", "states", "cross"
-    or "none"; empty if the model is not supported."""
+    """Kind of each layer (`h2o.hf.model_traits.layer_kinds`): "h2o", "sliding", "states" or
+    "none"; empty if the model is not supported."""
     not_cache_relative: str = ""
     """Why positions="cache_relative" is not supported, if the rest is; empty otherwise."""
     not_images: str = ""
@@ -97,7 +101,6 @@ class Support:
 _REST = {
     "sliding": "keep their own sliding window",
     "states": "have states instead of keys",
-    "cross": "attend to images",
     "none": "store nothing",
 }
 
@@ -194,6 +197,11 @@ def split_modes(model: Any) -> frozenset[Mode]:
 def check_settings(traits: Traits, h2o_config: H2OConfig, *more: Mode) -> None:
     """Raise UnsupportedError if the settings of an `H2OCache` do not suit the model or each
     other. `more`: the modes that the cache's other arguments ask for."""
+    if h2o_config.score_by == "random":
+        raise UnsupportedError(
+            f"{Mode.RANDOM} is a baseline that no cache has: measure it with "
+            'h2o.simulated(model, score_by="random") or h2o eval --compare full,random:0.2'
+        )
     check_modes({*traits.modes, *config_modes(h2o_config), *more})
     if h2o_config.positions == "cache_relative" and traits.not_cache_relative:
         raise UnsupportedError(

@@ -36,7 +36,7 @@ CONFIG = LlamaConfig(
     num_hidden_layers=1, hidden_size=32, num_attention_heads=4, num_key_value_heads=2
 )
 KINDS = [
-    "llama", "gemma2", "qwen2-mixed", "mistral-window", "gpt_oss", "mllama", "deepseek_v3", "youtu",
+    "llama", "gemma2", "qwen2-mixed", "mistral-window", "gpt_oss", "deepseek_v3", "youtu",
     "gemma3n_text", "gemma4_text", *LAYOUTS,
 ]  # fmt: skip
 """One family for each kind of layer."""

@@ -19,7 +19,7 @@ ALIKE = {"qwen2_vl", "lfm2_vl"}
 """Families that add nothing here: other families have positions with several axes, and states next
 to keys."""
 each = pytest.mark.parametrize("name", [slow_if(name in ALIKE, name) for name in IMAGES])
-TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "cross_attention_mask")
+TEXT = ("input_ids", "attention_mask", "mm_token_type_ids")
 """Model inputs that have one column per token."""
 
 
@@ -37,9 +37,8 @@ def row_of(inputs, b, length):
 def longer(inputs, ids):
     """`inputs` with tokens [1, n] appended to the text."""
     more = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    for key in ("mm_token_type_ids", "cross_attention_mask"):
-        if key in inputs:
-            more[key] = inputs[key][:, -1:].repeat(1, ids.shape[1], *[1] * (inputs[key].ndim - 2))
+    if "mm_token_type_ids" in inputs:
+        more["mm_token_type_ids"] = inputs["mm_token_type_ids"][:, -1:].repeat(1, ids.shape[1])
     return inputs | {key: torch.cat([inputs[key], x], 1) for key, x in more.items()}
 
 

@@ -170,7 +170,6 @@ def test_spans_beyond_the_first_chunk(chunk, pins, more):
         {"decay": 1e-6},
         {"kv_dtype": "int8"},
         {"recent": 0, "heavy": 20},
-        {"score_by": "random", "value_weighted": False},
     ],
     ids=str,
 )
@@ -313,7 +312,6 @@ def test_no_spans_pin_nothing(pins):
         {},
         {"head_shares": [[0.4, 2.5], [1.0, 0.9]], "decay": 0.9, "kv_dtype": "int8"},
         {"score_by": "mean-echo", "head_shares": "echo"},
-        {"score_by": "random", "value_weighted": False},
     ],
     ids=str,
 )

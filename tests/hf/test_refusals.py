@@ -53,6 +53,8 @@ def config_of(model_type: str, **more):
         ),
         ("doge", {}, "its own attention pattern"),
         ("kosmos-2", None, "its own attention pattern"),
+        ("mllama", None, "layers cache the keys of images"),
+        ("mllama_text_model", None, "layers cache the keys of images"),
         ("gemma2", {"use_bidirectional_attention": True}, "bidirectional"),
         *[
             pytest.param(name, None, words, marks=needs_states)
@@ -122,7 +124,7 @@ def test_an_unknown_keyword_gets_the_names_of_its_function():
         "trace": lambda: h2o.enable(ours, budget=3, traces=True),
         "ratio_of": lambda: h2o.simulated(ours, budget=3, ratio_off="text").__enter__(),
         "readings": lambda: h2o.compress_document(ours, ids, budget=3, reading=2),
-        "rows": lambda: h2o.generate_all(ours, [[2, 3]], budget=3, row=1),
+        "rows": lambda: h2o.generate_all(ours, [[2, 3]], budget=3, rows=1, row=1),
         "prompt_length": lambda: h2o.analyze(ours, ids, heavy=3, prompt_lengths=2),
         "budget": lambda: H2OConfig(budgt=3),
         "recent": lambda: dataclasses.replace(H2OConfig(), recents=3),

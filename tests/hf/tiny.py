@@ -201,29 +201,6 @@ FAMILIES = {
                 * (CROPS_TO_LENGTH or CUTS_POSITIONS_BY_ROWS),
             ),
         ),
-        Family(
-            "mllama",
-            {"cross_attention_layers": [1]},
-            model_type="mllama_text_model",
-            layers=("h2o", "cross", "h2o"),
-            vision={
-                **_EYE,
-                "patch_size": 4,
-                "num_hidden_layers": 2,
-                "num_global_layers": 1,
-                "attention_heads": 2,
-                "vision_output_dim": 48,
-                "intermediate_layers_indices": [0, 1],
-                "max_num_tiles": 1,
-                "supported_aspect_ratios": [[1, 1]],
-            },
-            image={
-                "pixel_values": _PIXELS.reshape(1, 1, 1, 3, 8, 8),
-                "aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long),
-                "aspect_ratio_mask": torch.ones(1, 1, 1, dtype=torch.long),
-            },
-            lacks=("guidance", "chunked prompt", "prompt token by token"),
-        ),
         *[
             Family("qwen3_next", _LINEAR | _MOE | {"num_experts": 4}, layers=_TWICE),
             Family("qwen3_5", _LINEAR, model_type="qwen3_5_text", layers=_TWICE),
@@ -579,9 +556,6 @@ def with_image(name: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Te
         pixels * torch.linspace(1, 2, len(pixels))[(..., *[None] * (pixels.ndim - 1))]
     )
     more = {key: value.to(ids.device) for key, value in more.items()}
-    if "aspect_ratio_ids" in image:  # tokens after the image attend to it
-        seen = (ids == IMAGE).cumsum(1) > 0
-        more["cross_attention_mask"] = seen.long()[:, :, None, None]
     if "image_grid_thw" in image:
         more["mm_token_type_ids"] = (ids == IMAGE).long()
     return {**inputs, "input_ids": ids, **more}

@@ -28,7 +28,6 @@ from h2o.compat import with_cache
 from h2o.compat_wrappers import num_virtual_tokens
 from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
-from h2o.hf.batching.compiled_prefill import CompiledPrefill
 from h2o.hf.batching.prefix import check_prompt
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.cache.cache_plan import get_plan
@@ -288,7 +287,6 @@ class ActiveRequest:
         self.ids = settings.ids_of(request)
         self.prompt_tokens = self.ids.shape[1]
         self.cache = settings.cache_for(request, self.ids)
-        self.compiled_prefill: CompiledPrefill | None = None
         self.tokens_prefilled = max(0, int(self.cache.get_seq_length()) - settings.virtual)
         if self.tokens_prefilled:
             check_prompt(self.cache, self.tokens_prefilled, self.ids)
@@ -348,11 +346,7 @@ class ActiveRequest:
         new token."""
         settings, begin = self.settings, self.tokens_prefilled
         ids = self.ids[:, begin : begin + self.chunk]
-        forward: Any = self.compiled_prefill
-        if forward is None:
-            forward = model_after_prompt(settings.model) if begin else settings.model
-        elif begin == 0:
-            forward.empty()
+        forward = model_after_prompt(settings.model) if begin else settings.model
         where = {}
         if begin or not settings.virtual:
             seen = begin + settings.virtual + (self.cache.guard.row_state(0).offset or 0)

@@ -82,7 +82,7 @@ class H2OCache(CacheInspection):
         trace: record when each key is evicted; see `evicted_at`.
         compileable: let torch.compile capture all decode steps in one graph. Slots for the whole
             budget are allocated at once. Not supported with `trace`, cache-relative positions,
-            sliding windows, layers for images, latent attention or keys shared between layers.
+            sliding windows, latent attention or keys shared between layers.
 
     Raises:
         UnsupportedError: (a ValueError) h2o does not support the model. The message says why.
@@ -278,7 +278,7 @@ class H2OCache(CacheInspection):
         self.guard.check_thread()
         super().reset()
         for layer in self.layers:  # transformers may zero these tensors instead of dropping them
-            if kind_of(layer) in ("sliding", "cross"):
+            if kind_of(layer) == "sliding":
                 layer.keys = layer.values = None
                 layer.is_initialized = False
             if has_states(layer):
@@ -337,8 +337,6 @@ class H2OCache(CacheInspection):
                 f"layers from the model, {NUMBER_LAYERS}"
             )
         guard, layer = self.guard, self.layers[layer_idx]
-        if guard.kinds[layer_idx] == "cross":  # not part of every pass, so the guard ignores it
-            return layer.update(key_states, value_states)
         guard.enter()
         try:
             keys_and_values = layer.update(key_states, value_states, *args, **kwargs)
@@ -392,7 +390,7 @@ class H2OCache(CacheInspection):
         for layer in self.layers:
             if isinstance(layer, H2OLayer):
                 layer.change_rows(change)
-            elif kind_of(layer) in ("sliding", "cross") and layer.is_initialized:
+            elif kind_of(layer) == "sliding" and layer.is_initialized:
                 layer.keys, layer.values = change(layer.keys), change(layer.values)
             if has_states(layer):
                 recurrent_states.each(layer, change)

@@ -31,7 +31,6 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 _OTHERS = {
     "sliding": "has a sliding window and keeps transformers' own cache",
     "states": "has states, which transformers stores, but no keys",
-    "cross": "attends to images, whose keys are never evicted",
     "none": "stores nothing",
 }
 

@@ -33,7 +33,7 @@ from h2o.hf.model_traits.layer_kinds import has_states, layers_of
 from h2o.hf.modes import Mode, config_modes
 from h2o.hf.prompt.cross_head_budget import CrossHeadBudget
 from h2o.hf.prompt.echo_scorer import EchoScorer, PromptEcho, adapt_config
-from h2o.hf.prompt.scorers import AttentionScorer, RandomScorer
+from h2o.hf.prompt.scorers import AttentionScorer
 from h2o.hf.rotary.model_rotary import ModelRotary, rotary_of
 from h2o.hf.support import Traits, check_settings, drops_cache_after, transformers_layers
 from h2o.model_identity import describe, settings_of
@@ -135,8 +135,6 @@ class CachePlan:
     def _scorer(
         self, layer: int, echo: ModelRotary | None, cross_head: CrossHeadBudget | None
     ) -> AttentionScorer:
-        if self.h2o_config.score_by == "random":
-            return RandomScorer()
         if echo is None:
             return AttentionScorer()
         return EchoScorer(PromptEcho(echo, layer, self.plans[layer].policy), cross_head)

@@ -65,10 +65,6 @@ def import_dynamic_cache(
             recurrent_states.put(layer, held, recurrent_states.numbers_of(source))
         if kind_of(layer) in ("states", "none"):
             continue
-        if kind_of(layer) == "cross":
-            if source.is_initialized:
-                layer.update(source.keys.detach(), source.values.detach())
-            continue
         needed = n if isinstance(layer, H2OLayer) else min(n, layer.sliding_window - 1)
         if source.keys.shape[2] < needed:
             raise ValueError(
@@ -93,12 +89,11 @@ def import_dynamic_cache(
 
 
 def _sizes(cache: DynamicCache, layers: list[CacheLayerMixin]) -> tuple[int, int]:
-    """Return (B, n), which must agree in all layers except those that attend to images."""
-    of_images = {index for index, layer in enumerate(layers) if kind_of(layer) == "cross"}
+    """Return (B, n), which must agree in all layers."""
     sizes = [
         (x.get_seq_length(), len(x.keys) if x.is_initialized else 0)
-        for index, x in enumerate(cache.layers)
-        if isinstance(x, CacheLayerMixin) and index not in of_images
+        for x in cache.layers
+        if isinstance(x, CacheLayerMixin)
     ]
     if not any(columns for columns, _ in sizes):
         raise ValueError(

@@ -47,11 +47,10 @@ def take_snapshot(layer: Any, *, states: bool = True) -> Snapshot:
     `states`: include convolution and recurrent states."""
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, Any] = {}
-    if kind_of(layer) in ("sliding", "cross"):
+    if kind_of(layer) == "sliding":
         if layer.is_initialized:
             tensors = {"keys": layer.keys, "values": layer.values}
-        if layer.is_sliding:
-            numbers["cumulative_length"] = layer.cumulative_length
+        numbers["cumulative_length"] = layer.cumulative_length
     elif kind_of(layer) == "h2o":
         if layer.slots is not None:
             tensors = _add_prefix(_SLOTS, layer.slots._asdict())
@@ -80,12 +79,11 @@ def restore(layer: Any, snapshot: Snapshot, *, states: bool = True) -> None:
         recurrent_states.put(
             layer, _strip_prefix(_STATES, snapshot.tensors), snapshot.numbers["states"]
         )
-    if kind_of(layer) in ("sliding", "cross"):
+    if kind_of(layer) == "sliding":
         if "keys" in snapshot.tensors:
             layer.update(snapshot.tensors["keys"], snapshot.tensors["values"])
             free_keys_before_window(layer)  # a layer that recorded its last pass had more keys
-        if layer.is_sliding:
-            layer.cumulative_length = snapshot.numbers["cumulative_length"]
+        layer.cumulative_length = snapshot.numbers["cumulative_length"]
     elif kind_of(layer) == "h2o":
         _restore_slots(layer, snapshot)
 

@@ -77,7 +77,7 @@ class PassGuard:
         self.plans: Mapping[int, LayerPlan] = {}
         """Budgets of the H2O layers, by layer number"""
         self.kinds = kinds
-        storing = [index for index, kind in enumerate(kinds) if kind not in ("none", "cross")]
+        storing = [index for index, kind in enumerate(kinds) if kind != "none"]
         self.first, self.last = storing[0], max(storing[-1], last)
         """The first and the last layer that use the cache in every forward pass."""
         self.counting = [index for index in storing if kinds[index] != "states"]

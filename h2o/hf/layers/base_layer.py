@@ -328,11 +328,7 @@ class BaseLayer(CacheLayerMixin):
         stored = [0 if x is None else x.nbytes for x in slots]
         kept = slot_layout.by_head(slots, sizes, "positions", -1) >= 0
         pinned = kept & (slot_layout.by_head(slots, sizes, "scores") == PINNED)
-        mass_evicted = mass_kept = math.nan
-        if self.scorer.uses_attention:
-            scores = slots.scores[slots.positions >= 0]
-            mass_evicted = slots.evicted_score.sum().item()
-            mass_kept = scores[scores < PINNED].cpu().double().sum().item()
+        scores = slots.scores[slots.positions >= 0]
         return LayerReport(
             layer=self.layer_idx,
             kind="h2o",
@@ -343,8 +339,8 @@ class BaseLayer(CacheLayerMixin):
             bytes_held=sum(stored[:2]),
             bytes_full=self.seen * B * G * math.prod(self.token_size),
             bytes_bookkeeping=sum(stored[2:]),
-            mass_evicted=mass_evicted,
-            mass_kept=mass_kept,
+            mass_evicted=slots.evicted_score.sum().item(),
+            mass_kept=scores[scores < PINNED].cpu().double().sum().item(),
             raised=self.raised,
             floored=self.floored,
             unscored=self.unscored,

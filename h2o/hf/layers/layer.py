@@ -210,10 +210,8 @@ class H2OLayer(BaseLayer):
 
     def attention(self, tokens: NewTokens, slots: ops.Slots | None) -> tuple[Tensor, Tensor]:
         """Return the output [B, Q, H, D] and the scores [B, G, Q] of the new keys."""
-        out, scores = self.variant.attention(self, tokens, slots)
-        if not self.scorer.uses_attention:
-            scores = self.scorer.scores(self, tokens, slots, scores)
-        return out, scores
+        attended: tuple[Tensor, Tensor] = self.variant.attention(self, tokens, slots)
+        return attended
 
     def attend_and_evict(self, tokens: NewTokens, slots: ops.Slots) -> Tensor:
         """Attend to the slots and the new tokens, then keep as many of both as fit the budget."""

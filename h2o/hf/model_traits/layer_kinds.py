@@ -25,23 +25,6 @@ from h2o.compat import (
     StatesLayer,
 )
 
-
-class CrossAttentionLayer(DynamicLayer):
-    """Caches the keys of images for a layer that attends to them, as transformers does.
-
-    The keys arrive in a forward pass that brings an image, and stay. A text without images has
-    none.
-    """
-
-    kind = "cross"
-
-
-def cross_attention_layers(config: Any) -> tuple[int, ...]:
-    """Indices of the layers of a model with this text config that attend to keys of images
-    (Mllama)."""
-    return tuple(getattr(config, "cross_attention_layers", None) or ())
-
-
 CROSS_ATTENTION = (
     "For cross attention in a decoder pass EncoderDecoderCache(H2OCache(...), DynamicCache()) of "
     "transformers.cache_utils, whose second cache holds the keys of the other text"
@@ -59,8 +42,7 @@ _KINDS = {
 }
 """The kind in an `H2OCache` of each class of transformers' cache layers: "h2o" (replaced by an
 `H2OLayer`), "sliding" (transformers' own, with a window), "states" (transformers' own, without
-keys) or "none" (stores nothing, as for a layer that has only experts). A `CrossAttentionLayer` is
-"cross"."""
+keys) or "none" (stores nothing, as for a layer that has only experts)."""
 
 _WITHOUT = ("moe", "mlp")
 """Names that configs give to layers that cache nothing."""
@@ -84,9 +66,7 @@ def kind_of(layer: Any) -> str | None:
 
 def layers_of(text: Any) -> list[Any]:
     """The layers of transformers' own cache for a language model with this text config."""
-    layers = DynamicCache(config=text).layers
-    for index in cross_attention_layers(text):
-        layers[index] = CrossAttentionLayer()
+    layers: list[Any] = DynamicCache(config=text).layers
     return layers
 
 

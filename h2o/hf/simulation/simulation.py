@@ -41,12 +41,12 @@ from h2o.hf.prompt import prompt_budget
 from h2o.hf.prompt.echo_scorer import PromptEcho, adapt_config
 from h2o.hf.rotary.model_rotary import ModelRotary
 from h2o.hf.simulation.masks import Masks, attend_rows, check_masks
+from h2o.hf.simulation.random_eviction import simulate_random
 from h2o.hf.simulation.simulated_layer import (
     SimulatedBudgets,
     VisibleKeys,
     real_columns,
     retained_by_token,
-    simulate_random,
     simulate_tokenwise,
 )
 from h2o.hf.support import model_modes, transformers_layers
