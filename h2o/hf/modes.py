@@ -123,8 +123,8 @@ REFUSED: tuple[tuple[Mode, Mode, str], ...] = (
         M.WINDOWS,
         'windows keep their keys at original positions. Use positions="original"',
     ),
-    (M.LATENT, M.FEW_BITS, 'keys and values share one row. Use kv_dtype="int8"'),
     (M.CACHE_RELATIVE, M.LATENT, 'only a part of a row is rotated. Use positions="original"'),
+    (M.LATENT, M.FEW_BITS, 'keys and values share one row. Use kv_dtype="int8"'),
     (
         M.LATENT,
         M.RANDOM,
@@ -170,7 +170,7 @@ REFUSED: tuple[tuple[Mode, Mode, str], ...] = (
     (
         M.REREADING,
         M.CACHE_RELATIVE,
-        "the repetition needs the document's keys at their own positions. Pass readings=1",
+        "both readings store keys at original positions. Pass readings=1",
     ),
     (
         M.GENERATE_ALL,
