@@ -17,7 +17,8 @@ BEGIN, END = "<!-- modes: begin -->\n", "<!-- modes: end -->\n"
 
 def table() -> str:
     """The table of refused pairs, in Markdown."""
-    rows = ["| | cannot be combined with | because, and what to do instead |", "| --- | --- | --- |"]
+    head = "| | cannot be combined with | because, and what to do instead |"
+    rows = [head, "| --- | --- | --- |"]
     rows += [f"| {_name(a)} | {_name(b)} | {why} |" for a, b, why in REFUSED]
     return "\n".join(rows) + "\n"
 
