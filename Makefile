@@ -581,8 +581,8 @@ stubs: .venv/core .venv/lint ## check the type stubs against the compiled core
 docs: .venv/core .venv/docs ## build the documentation as a site in build/site; fails at any warning or broken internal link
 	$(BIN)/python -m sphinx -q -E -W --keep-going -b html docs build/site
 
-pictures: .venv/core .venv/test ## draw docs/pictures from the tables of the documents, the operations and the imports
-	for picture in results walk rooms; do $(BIN)/python -m tools.draw_$$picture; done
+pictures: .venv/core .venv/test ## draw docs/pictures and the table of modes from the tables of the documents, the operations, the imports and the modes
+	for picture in results walk rooms modes; do $(BIN)/python -m tools.draw_$$picture; done
 
 docs-links: .venv/core .venv/docs ## check every external link of the documentation
 	$(BIN)/python -m sphinx -q -E -b linkcheck docs build/links

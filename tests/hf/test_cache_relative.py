@@ -273,11 +273,11 @@ def test_refusals():
     ours = model("llama")
     with pytest.raises(ValueError, match='"original" or "cache_relative"'):
         H2OConfig(positions="rolling")
-    with pytest.raises(ValueError, match="cannot be simulated"), simulated(ours, SMALL):
+    with pytest.raises(ValueError, match=r"simulated cannot be combined"), simulated(ours, SMALL):
         pass
     full = DynamicCache(config=ours.config)
     ours(input_ids=prompts(20)[0], **with_cache(full))
-    with pytest.raises(UnsupportedError, match="cannot continue from a DynamicCache"):
+    with pytest.raises(UnsupportedError, match="a DynamicCache does not record"):
         H2OCache.from_dynamic_cache(full, ours.config, SMALL)
     text = inputs.drifting(1, H=4, G=2, N=8, D=8)
     cache = new_cache(heavy=4, recent=4, positions="cache_relative")

@@ -216,7 +216,7 @@ def test_what_the_operations_say_of_themselves(operator, begin):
         ("llama", {"positions": "cache_relative"}, "cache_relative"),
         ("llama", {"trace": True}, "trace=True"),
         ("deepseek_v3", {}, "latent"),
-        *[("gemma4_text", {}, "others' keys|sliding")] * SHARES_KEYS,
+        *[("gemma4_text", {}, "keys of others")] * SHARES_KEYS,
     ],
 )
 def test_what_changes_its_shape(name, parameters, words):

@@ -267,7 +267,7 @@ def test_a_language_model_within_one_that_reads_images():
 
 def test_settings_that_do_not_go_with_latents():
     for settings, words in (
-        ({"kv_dtype": "int8-int4"}, 'use "int8"'),
+        ({"kv_dtype": "int8-int4"}, 'Use kv_dtype="int8"'),
         ({"positions": "cache_relative"}, "only a part of a row is rotated"),
     ):
         with pytest.raises(UnsupportedError, match=words):

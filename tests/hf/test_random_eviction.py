@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 import h2o
 from h2o import H2OCache, H2OConfig
 from h2o.errors import UnsupportedError
+from h2o.hf.model_traits.layer_kinds import HYBRIDS
+from h2o.hf.model_traits.shared_keys import SHARES_KEYS
 from h2o.hf.simulation.random_eviction import draw_ranks
 from tests.hf import tiny
 from tests.hf.test_simulation import PROMPT, check_rows_alone, text
@@ -22,9 +25,10 @@ CHOICES = {
 }
 
 
-def evicted_at(N, prompt, layer, head, heavy, recent, sinks=0):
+def evicted_at(N, prompt, layer, head, heavy, recent, sinks=0, pinned=()):
     """The first column that no longer sees each key, by going through the text token by token."""
     ranks = draw_ranks(torch.arange(N), torch.tensor(head), layer).tolist()
+    ranks = [math.inf if i in pinned else rank for i, rank in enumerate(ranks)]
     held, gone = [], torch.full((N,), N, dtype=torch.int32)
     for seen in range(1, N + 1):
         held.append(seen - 1)
@@ -49,6 +53,45 @@ def test_the_lowest_ranks_leave(chosen, prompt):
             heavy = more["heavy"] if isinstance(more["heavy"], int) else more["heavy"][0][head]
             sizes = heavy, more["recent"], more.get("sinks", 0)
             assert torch.equal(found, evicted_at(N, prompt, layer, head, *sizes))
+
+
+MODELS = ["llama", "gemma3", *["falcon_h1", "qwen3_next"] * HYBRIDS]
+MODELS += ["gemma3n_text"] * SHARES_KEYS
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("more", [{"kv_dtype": "int8"}, {"pinned": [(9, 12)]}])
+def test_ranks_alone_decide_in_any_model(name, more):
+    """Neither other kinds of layers nor stored bits nor autocast change what leaves, and pinned
+    keys never do."""
+    model, ids = tiny.model(name), text()
+    pinned = range(*more.get("pinned", [(0, 0)])[0])
+    with h2o.simulated(model, prompt_length=PROMPT, trace=True, **SMALL, **more) as simulation:
+        model(ids, use_cache=False)
+        found = {layer: simulation.evicted_at(layer)[0] for layer in simulation.layers()}
+        with torch.autocast("cpu", torch.bfloat16):
+            model(ids, use_cache=False)
+        assert all(torch.equal(simulation.evicted_at(layer)[0], x) for layer, x in found.items())
+    for layer, heads in found.items():
+        for head, columns in enumerate(heads):
+            wanted = evicted_at(ids.shape[1], PROMPT, layer, head, 6, 4, 2, pinned)
+            assert torch.equal(columns, wanted)
+
+
+def test_padding_between_tokens():
+    """Ranks depend on positions, which do not count padding."""
+    model, ids = tiny.model("llama"), text()
+    n, at = ids.shape[1], 20
+    column = torch.cat([torch.arange(at), torch.arange(at, n) + 3])  # of each token
+    padded, mask = torch.zeros(1, n + 3, dtype=torch.long), torch.zeros(1, n + 3, dtype=torch.long)
+    padded[:, column], mask[:, column] = ids, 1
+    how = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0), "use_cache": False}
+    with h2o.simulated(model, prompt_length=PROMPT, trace=True, **SMALL) as simulation:
+        alone, before = model(ids, use_cache=False).logits, simulation.evicted_at(1)
+        logits = model(padded, attention_mask=mask, **how).logits
+        after = simulation.evicted_at(1)[..., column]
+    torch.testing.assert_close(logits[:, column], alone, atol=2e-4, rtol=0)
+    assert torch.equal((after < n + 3), (before < n))
 
 
 def test_tokens_attend_to_what_is_held():

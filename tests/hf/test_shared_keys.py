@@ -295,5 +295,5 @@ def test_a_model_that_is_cut_over_processes_is_refused(monkeypatch):
     monkeypatch.setattr(PlainVariant, "tokens", lambda *arguments: 1 / 0)
     layer = H2OCache(ours.config, **SMALL).layers[SHARED]
     key, value = layer.update(torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16))
-    with pytest.raises(UnsupportedError, match="split over processes"):
+    with pytest.raises(UnsupportedError, match="cut over several processes"):
         layer.attend(AttentionCall(OWN, torch.randn(1, 4, 5, 16), key, value))

@@ -36,6 +36,7 @@ from h2o.hf.cache_state.pins import Pins
 from h2o.hf.chat.chat_template import arguments_of, is_chat, prompt_ids
 from h2o.hf.chat.system_turn import system_span
 from h2o.hf.model_traits.wrappers import check_pins, input_device, model_after_prompt
+from h2o.hf.modes import Mode, check_modes
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope, positions_after
 from h2o.hf.support import text_config_of
 from h2o.number_checks import check_count, check_seed
@@ -263,6 +264,8 @@ def check_generation(settings: Any) -> None:
             "generation_config has token_healing=True, which generate_all does not support: leave "
             "it out, or call model.generate() with an H2OCache"
         )
+    if (getattr(settings, "num_beams", None) or 1) > 1:
+        check_modes({Mode.GENERATE_ALL, Mode.BEAMS})
     for name in ("attentions", "hidden_states", "logits", "scores"):
         if getattr(settings, f"output_{name}", None):
             raise UnsupportedError(

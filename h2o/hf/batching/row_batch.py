@@ -25,9 +25,11 @@ from h2o.errors import UnsupportedError
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.cache_state import recurrent_states
 from h2o.hf.layers.layer import H2OLayer
-from h2o.hf.model_traits.layer_kinds import has_states, kind_of
+from h2o.hf.model_traits.layer_kinds import has_states
 from h2o.hf.model_traits.wrappers import check_passes, input_device, model_after_prompt
+from h2o.hf.modes import Mode, check_modes, config_modes
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
+from h2o.hf.support import model_modes
 
 
 class RowBatch:
@@ -47,14 +49,8 @@ class RowBatch:
         self.model = model_after_prompt(model)
         self.compiled = CompiledForward(self.model) if compileable else None
         self.cache = H2OCache(model.config, config, compileable=compileable)
+        check_modes({Mode.GENERATE_ALL, *config_modes(self.cache.config), *model_modes(model)})
         self.cache.guard.has_independent_rows = True
-        for index, layer in enumerate(self.cache.layers):
-            if kind_of(layer) == "sliding":
-                raise UnsupportedError(
-                    "generate_all needs full attention or states in all layers, but "
-                    f"layer {index} is a {type(layer).__name__}: call model.generate() with an "
-                    "H2OCache for each batch of prompts"
-                )
         self.tokens = [0] * rows
         """Number of tokens that each row has seen; 0 if the row is idle"""
         self.offsets = [0] * rows

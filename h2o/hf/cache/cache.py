@@ -42,7 +42,8 @@ from h2o.hf.model_traits.layer_kinds import (
     without_gradients,
 )
 from h2o.hf.model_traits.wrappers import check_pins, unwrap
-from h2o.hf.support import text_config_of
+from h2o.hf.modes import Mode, check_modes, config_modes
+from h2o.hf.support import split_modes, text_config_of
 from h2o.number_checks import check_count
 
 
@@ -106,6 +107,7 @@ class H2OCache(CacheInspection):
         check_pins(config, pinned)
         model, config = config, text_config_of(config)
         plan = get_plan(model, config, h2o_config)
+        check_modes(plan.modes | split_modes(model))
         pins = Pins.of(pinned, plan.h2o_config.decay)
         guard = PassGuard(prompt_length, plan.kinds, plan.last, plan.number_of_states, pins)
         layers = plan.layers(guard, trace=trace, compileable=compileable)
@@ -165,6 +167,7 @@ class H2OCache(CacheInspection):
                 `attention_mask` has the wrong shape.
         """
         converted = cls(config, h2o_config, **parameters)
+        check_modes({Mode.FROM_DYNAMIC, *config_modes(converted.config)})
         import_dynamic_cache(cache, converted.layers, converted.guard, attention_mask)
         return converted
 

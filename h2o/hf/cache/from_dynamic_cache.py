@@ -16,7 +16,6 @@ from h2o.hf.cache_state import recurrent_states
 from h2o.hf.cache_state.pass_guard import PassGuard
 from h2o.hf.cache_state.seen_text import UNKNOWN_TEXT
 from h2o.hf.cache_state.state import CacheState, RowState, with_padding
-from h2o.hf.layers.cache_relative_variant import CacheRelativeVariant
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.model_traits.layer_kinds import has_states, kind_of
 from h2o.hf.prompt.prompt_budget import prompt_lengths
@@ -34,16 +33,11 @@ def import_dynamic_cache(
         attention_mask: [B, n], 0 at padding; None if there is no padding.
 
     Raises: as `H2OCache.from_dynamic_cache`. Also UnsupportedError if a layer is neither full nor
-    sliding-window attention, or positions are cache-relative.
+    sliding-window attention.
     """
     if not isinstance(cache, DynamicCache):
         hint = ". To copy an H2OCache call its fork()" if hasattr(cache, "guard") else ""
         raise TypeError(f"expected a filled DynamicCache, not {type(cache).__name__}{hint}")
-    if any(isinstance(getattr(x, "variant", None), CacheRelativeVariant) for x in layers):
-        raise UnsupportedError(
-            'positions="cache_relative" cannot continue from a DynamicCache, which does not record '
-            "the positions at which its keys were rotated. Process the text with an H2OCache"
-        )
     if guard.pins.are_columns:
         raise ValueError(
             "pinned is a mask, but a DynamicCache does not record the columns of its keys. Pass "

@@ -20,6 +20,7 @@ from h2o import compat_calls
 from h2o.hf.cache_state.pins import NOTHING_PINNED, PinnedRows
 from h2o.hf.cache_state.seen_text import NO_TEXT, UNKNOWN_TEXT, SeenText
 from h2o.hf.model_traits.wrappers import input_device
+from h2o.hf.modes import COUNTS_PADDING, Mode
 from h2o.spans import Row
 
 
@@ -214,11 +215,7 @@ def padded_at_end(mask: Tensor) -> list[bool]:
     behind = is_token & (ends.cumsum(1) > 0)
     if bool(behind.any()):
         row = int(behind.any(1).nonzero()[0])
-        raise ValueError(
-            f"row {row} has padding between tokens, and this model's sliding windows or states "
-            'count it as text. Pad on the left (tokenizer.padding_side = "left"), or give each row '
-            "its own cache"
-        )
+        raise ValueError(f"row {row} has {Mode.GAPS}, and {COUNTS_PADDING}")
     return (~is_token[:, -1]).tolist()
 
 

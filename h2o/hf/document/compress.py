@@ -33,7 +33,6 @@ from h2o.hf.cache_state import recurrent_states
 from h2o.hf.cache_state.seen_text import NO_TEXT
 from h2o.hf.document.cut_cache import cut_cache
 from h2o.hf.layers.layer import H2OLayer
-from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.model_traits.layer_kinds import counts_padding, has_states
 from h2o.hf.model_traits.wrappers import (
     check_no_tuned_prompt,
@@ -41,9 +40,10 @@ from h2o.hf.model_traits.wrappers import (
     forward_accepts,
     input_device,
 )
+from h2o.hf.modes import COUNTS_PADDING, Mode, check_modes, config_modes
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
-from h2o.hf.support import transformers_layers
+from h2o.hf.support import model_modes, transformers_layers
 from h2o.number_checks import is_integer, is_number
 from h2o.policy import Policy
 
@@ -147,18 +147,13 @@ def compress_document(
         )
     if input_ids.shape[1] == 0:
         raise ValueError("input_ids has no tokens: the document is empty")
-    if readings == 2 and config.positions != "original":
-        raise UnsupportedError(
-            'positions="cache_relative" does not support a second reading: pass readings=1'
-        )
+    if readings == 2:
+        check_modes({Mode.REREADING, *config_modes(config), *model_modes(model)})
     device = input_device(model)
     ids, mask = input_ids.to(device), mask.bool().to(device)
     follows = bool((mask[:, :-1] & ~mask[:, 1:]).any())
     if follows and counts_padding(transformers_layers(model.config)):
-        raise ValueError(
-            "attention_mask has padding after a token, and this model's sliding windows and states "
-            'would count it as text: pad on the left (tokenizer.padding_side = "left")'
-        )
+        raise ValueError(f"attention_mask has padding after a token, and {COUNTS_PADDING}")
     progress = progress or (lambda done, columns: None)
     if readings == 2:
         request = _request(REPEAT if repeat is None else repeat, tokenizer)
@@ -239,11 +234,6 @@ class _Reader:
             tokens = self.ids[:, piece], self.mask[:, piece]
             _forward(self.model, self.cache, *tokens, self.mask[:, :begin])
             self.progress(min(N, begin + CHUNK), self.columns)
-        if any(layer.facts.part != tensor_parallel.WHOLE for layer in self.layers):
-            raise UnsupportedError(
-                "readings=2 does not support a model that is cut over several processes: pass "
-                "readings=1"
-            )
         return [layer.kept().scores for layer in self.layers]
 
     def repetition(

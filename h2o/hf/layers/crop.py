@@ -19,6 +19,7 @@ from h2o.hf.cache_state.layer_snapshot import Snapshot, restore, take_snapshot
 from h2o.hf.cache_state.pass_guard import ForwardPass, PassGuard
 from h2o.hf.cache_state.state import CacheState
 from h2o.hf.model_traits.layer_kinds import free_keys_before_window, has_states, kind_of
+from h2o.hf.modes import Mode, refusal
 
 
 def record_pass(layer: Any, tokens: NewTokens) -> tuple[Snapshot, NewTokens]:
@@ -40,10 +41,7 @@ def crop(layers: Sequence[Any], guard: PassGuard, tokens: int, seen: int, left: 
     if left < seen:
         _check_record(h2o_layers, guard, left)
         if any(any(layer.is_recurrent_states_initialized.values()) for layer in with_states):
-            raise NotImplementedError(
-                "this model's recurrent states are sums over all tokens, from which no token can "
-                "be removed. Call cache.fork() before you add tokens that you may have to remove"
-            )
+            raise NotImplementedError(refusal({Mode.CROP, Mode.HYBRID}))
     before = [(layer, take_snapshot(layer)) for layer in {*h2o_layers, *with_states}]
     try:
         with guard.repeating(_pass_to_repeat(guard.state, left)) as the_pass:

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from h2o.config import H2OConfig
-from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import NewTokens
 from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.model_traits.layer_kinds import full_layers
+from h2o.hf.modes import Mode, check_modes
 from h2o.hf.prompt.cross_head_budget import Prompt, positions_in
 from h2o.hf.prompt.echo import largest
 from h2o.hf.prompt.scorers import AttentionScorer
@@ -178,9 +178,6 @@ class EchoScorer(AttentionScorer):
             super().store(layer, prompt)
             return
         if layer.facts.part != tensor_parallel.WHOLE:
-            raise UnsupportedError(
-                'head_shares="echo" does not support a model that is cut over several processes: '
-                'use H2OConfig.robust(budget, budget_unit="bytes")'
-            )
+            check_modes({Mode.TENSOR_PARALLEL, Mode.SHARED_BUDGET})
         for each, own, by_row in pool.take(layer.layer_idx, prompt, layer):
             each.store(own, by_row)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from h2o.config.layer_plan import LayerPlan
-from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import NewTokens
 from h2o.hf.cache_state.pins import PinnedRows
 from h2o.hf.cache_state.slot_layout import Budgets
@@ -36,8 +35,6 @@ def simulate_random(
 
     Other arguments and the result are those of `simulate_tokenwise`, with ranks as scores.
     """
-    if text.value is None:
-        raise UnsupportedError('score_by="random" does not support multi-head latent attention')
     B, G, N, _ = text.key.shape
     positions, _count = positions_in(text.mask, text.key[..., 0])
     ranks = draw_ranks(positions, head_numbers(G, part, text.key.device)[:, None], plan.layer)

@@ -35,6 +35,7 @@ from h2o.hf.model_traits.latent_attention import to_absorbed_form, trace_latents
 from h2o.hf.model_traits.layer_kinds import kind_of, warn_of_windows
 from h2o.hf.model_traits.shared_keys import shared_key_layers
 from h2o.hf.model_traits.wrappers import input_device, unwrap
+from h2o.hf.modes import Mode, check_modes, config_modes
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.prompt.echo_scorer import PromptEcho, adapt_config
 from h2o.hf.rotary.model_rotary import ModelRotary
@@ -47,7 +48,7 @@ from h2o.hf.simulation.simulated_layer import (
     retained_by_token,
     simulate_tokenwise,
 )
-from h2o.hf.support import transformers_layers
+from h2o.hf.support import model_modes, transformers_layers
 from h2o.number_checks import check_flag
 from h2o.policy import Policy
 from h2o.utils.user_warning import warn_user
@@ -117,6 +118,7 @@ def simulated(
     pins = Pins.of(pinned, config.decay)
     prompt_length = check(config, masks, prompt_length, ratio_of, pins)
     layers = transformers_layers(model.config)
+    check_modes({Mode.SIMULATED, *config_modes(config), *model_modes(model)})
     plans = {
         i: LayerPlan.of(config, i, len(layers))
         for i, layer in enumerate(layers)
@@ -337,11 +339,7 @@ def check(
 ) -> int | list[int]:
     """Check the arguments of `simulated` that do not depend on the model, and return
     `prompt_length` as plain numbers."""
-    if config.positions != "original":
-        raise ValueError(
-            'positions="cache_relative" cannot be simulated: in one forward pass every key has one '
-            'position. Use positions="original", or a real cache (h2o.patched, --protocol drop)'
-        )
+    check_modes({Mode.SIMULATED, *config_modes(config)})
     if masks is not None:
         check_masks(masks)
     plain = (config.policy, config.head_shares, config.kv_dtype) == (Policy(), None, None)
