@@ -1,0 +1,284 @@
+"""Which modes of h2o can be combined: one cell for every pair of modes.
+
+A mode is a kind of model, a setting, a way to run a cache, or a call with a cache of its own. A
+pair is `Refused` with the reason that users see, `Apart` if no user can ask for both, `Tested`, or
+`Untested`. Pairs that no row below names are tested by the random programs, which draw every such
+pair of modes.
+
+The constructors and calls ask `check_modes`. Checks of one mode's values stay with that mode. This
+file imports neither torch nor transformers, so that the plugin for vLLM can read it too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable
+from enum import Enum
+
+from h2o.config import H2OConfig
+from h2o.errors import UnsupportedError
+
+
+class Mode(str, Enum):
+    """A mode. Its value is its name in messages."""
+
+    __str__ = str.__str__
+
+    # kinds of models
+    HYBRID = "a model with recurrent states"
+    WINDOWS = "a model with sliding windows"
+    LATENT = "multi-head latent attention"
+    SHARED_KEYS = "layers that attend to others' keys"
+    IMAGES = "images in the prompt"
+    TENSOR_PARALLEL = "a model that is cut over several processes"
+    # settings
+    HEAD_BUDGETS = "budgets by layer or head"
+    SHARED_BUDGET = 'head_shares="echo"'
+    ECHO = 'score_by="mean-echo"'
+    RANDOM = 'score_by="random"'
+    BITS = "kv_dtype"
+    FEW_BITS = 'kv_dtype="int8-int4"'
+    CACHE_RELATIVE = 'positions="cache_relative"'
+    PINS = "pinned"
+    TRACE = "trace=True"
+    COMPILED = "compileable=True"
+    # ways to run a cache
+    PADDING = "a padded prompt"
+    GAPS = "padding between tokens"
+    CHUNKS = "a prompt in several forward passes"
+    BEAMS = "beam search"
+    CROP = "crop()"
+    TURNS = "several turns on one cache"
+    FORK = "fork()"
+    FILE = "save() and load()"
+    ROW_MOVES = "rows that are selected, reordered or repeated"
+    AUTOCAST = "torch.autocast"
+    TORCH_BACKEND = "the torch backend"
+    # calls
+    FROM_DYNAMIC = "H2OCache.from_dynamic_cache"
+    GENERATE_ALL = "h2o.generate_all"
+    PATCHED = "h2o.patched"
+    REREADING = "readings=2"
+    SIMULATED = "h2o.simulated"
+    VLLM = "h2o in vLLM"
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """The pair raises an `UnsupportedError` (or the documented error of its call) with this text,
+    before anything changes."""
+
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Apart:
+    """No user can ask for both modes, for this reason."""
+
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Tested:
+    """The pair is tested here: a file of tests, or `file::test`."""
+
+    where: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Untested:
+    """The pair is allowed, and no test combines the two."""
+
+
+Cell = Refused | Apart | Tested | Untested
+
+PROGRAMS = "tests/hf/test_random_programs.py"
+"""The random programs"""
+
+M = Mode
+
+REFUSED: tuple[tuple[Mode, Mode, str], ...] = (
+    (M.LATENT, M.FEW_BITS, 'keys and values share one row. Use kv_dtype="int8"'),
+    (M.LATENT, M.CACHE_RELATIVE, 'only a part of a row is rotated. Use positions="original"'),
+    (M.LATENT, M.RANDOM, "heads share their keys, so that none can draw its own"),
+    (M.COMPILED, M.WINDOWS, "their tensors grow with each step. Leave out compileable"),
+    (M.COMPILED, M.LATENT, "its steps are not captured. Leave out compileable"),
+    (M.COMPILED, M.SHARED_KEYS, "their steps are not captured. Leave out compileable"),
+    (
+        M.COMPILED,
+        M.CACHE_RELATIVE,
+        'each step looks angles up. Leave out compileable, or use positions="original"',
+    ),
+    (M.COMPILED, M.TRACE, "the record grows with each step. Leave out one of them"),
+    (
+        M.CROP,
+        M.HYBRID,
+        "recurrent states are sums over all tokens, from which no token can be removed. Call "
+        "cache.fork() before you add tokens that you may have to remove",
+    ),
+    (
+        M.GAPS,
+        M.WINDOWS,
+        'windows count it as text. Pad on the left (tokenizer.padding_side = "left"), or give '
+        "each row its own cache",
+    ),
+    (
+        M.GAPS,
+        M.HYBRID,
+        'states count it as text. Pad on the left (tokenizer.padding_side = "left"), or give '
+        "each row its own cache",
+    ),
+    (
+        M.FROM_DYNAMIC,
+        M.CACHE_RELATIVE,
+        "a DynamicCache does not record the positions at which its keys were rotated. Process the "
+        "text with an H2OCache",
+    ),
+    (
+        M.SIMULATED,
+        M.CACHE_RELATIVE,
+        'in one forward pass every key has one position. Use positions="original", or a real '
+        "cache (h2o.patched, --protocol drop)",
+    ),
+    (
+        M.REREADING,
+        M.CACHE_RELATIVE,
+        "the repetition needs the document's keys at their own positions. Pass readings=1",
+    ),
+    (
+        M.GENERATE_ALL,
+        M.WINDOWS,
+        "rows come and go, and transformers' windows have one length for all rows. Call "
+        "model.generate() with an H2OCache for each batch of prompts",
+    ),
+    (
+        M.GENERATE_ALL,
+        M.BEAMS,
+        "each row is one answer. Call model.generate() with an H2OCache",
+    ),
+    (
+        M.TENSOR_PARALLEL,
+        M.SHARED_BUDGET,
+        "no process has all heads, which share one budget. Use "
+        'H2OConfig.robust(budget, budget_unit="bytes")',
+    ),
+    (
+        M.TENSOR_PARALLEL,
+        M.SHARED_KEYS,
+        "each process would rank the shared keys by its own heads only. Load the whole model, "
+        "without tp_plan",
+    ),
+    (
+        M.TENSOR_PARALLEL,
+        M.REREADING,
+        "the last cut compares the keys of all heads. Pass readings=1",
+    ),
+    (M.VLLM, M.HYBRID, "the pages of states were not tested together with h2o's"),
+    (M.VLLM, M.LATENT, "its keys are not stored by head"),
+    (M.VLLM, M.SHARED_KEYS, "a page has the keys of its own layer"),
+    (M.VLLM, M.CACHE_RELATIVE, "keys come rotated"),
+    (M.VLLM, M.RANDOM, "it is a baseline for h2o eval"),
+)
+"""Pairs that raise an error: (mode, other mode, why, and what to do instead)."""
+
+_SERVER = "a server's requests have no such thing"
+_NO_CACHE = "a simulation is one forward pass over whole texts, without a cache"
+_FRESH = "each call gets a cache of its own"
+
+APART: tuple[tuple[Mode, tuple[Mode, ...], str], ...] = (
+    (
+        M.SIMULATED,
+        (M.CHUNKS, M.BEAMS, M.CROP, M.TURNS, M.FORK, M.FILE, M.ROW_MOVES, M.COMPILED,
+         M.FROM_DYNAMIC, M.GENERATE_ALL, M.REREADING),
+        _NO_CACHE,
+    ),
+    (
+        M.RANDOM,
+        (M.CHUNKS, M.BEAMS, M.CROP, M.TURNS, M.FORK, M.FILE, M.ROW_MOVES, M.COMPILED,
+         M.FROM_DYNAMIC, M.GENERATE_ALL, M.REREADING, M.PATCHED, M.CACHE_RELATIVE),
+        "only a simulation draws keys at random",
+    ),
+    (M.RANDOM, (M.ECHO, M.SHARED_BUDGET), "a cache has one ranking"),
+    (M.PATCHED, (M.TURNS, M.FROM_DYNAMIC, M.REREADING, M.GENERATE_ALL), _FRESH),
+    (M.PATCHED, (M.COMPILED,), "h2o.patched has no argument compileable"),
+    (M.GENERATE_ALL, (M.TRACE,), "h2o.generate_all has no argument trace"),
+    (
+        M.GENERATE_ALL,
+        (M.CROP, M.ROW_MOVES, M.PADDING, M.GAPS, M.FROM_DYNAMIC, M.REREADING, M.IMAGES, M.TURNS),
+        "h2o.generate_all fills and moves its rows itself, from prompts of token ids",
+    ),
+    (M.REREADING, (M.CHUNKS, M.BEAMS, M.FROM_DYNAMIC, M.COMPILED, M.TRACE, M.IMAGES),
+     "h2o.compress_document reads one text of token ids, and has no such argument"),
+    (
+        M.VLLM,
+        (M.PADDING, M.GAPS, M.BEAMS, M.CROP, M.TRACE, M.COMPILED, M.FORK, M.ROW_MOVES, M.AUTOCAST,
+         M.FROM_DYNAMIC, M.GENERATE_ALL, M.PATCHED, M.REREADING, M.SIMULATED),
+        _SERVER,
+    ),
+    (M.LATENT, (M.SHARED_KEYS,), "no model has both"),
+    (M.SHARED_KEYS, (M.HYBRID,), "no model has both"),
+    (M.LATENT, (M.WINDOWS,), "no model has both"),
+)  # fmt: skip
+"""Pairs that no user can ask for: (mode, other modes, why)."""
+
+_IN_PARTS = "tests/hf/test_parallel.py::test_two_processes_give_what_one_gives"
+_LATENTS_IN_PARTS = "tests/hf/test_parallel.py::test_two_processes_hold_the_same_latents"
+
+TESTED: tuple[tuple[Mode, tuple[Mode, ...], str], ...] = (
+    (
+        M.TENSOR_PARALLEL,
+        (M.PADDING, M.HEAD_BUDGETS, M.BITS, M.CACHE_RELATIVE, M.PATCHED, M.SIMULATED, M.FORK,
+         M.FILE, M.ROW_MOVES, M.TURNS, M.CROP, M.HYBRID),
+        _IN_PARTS,
+    ),
+    (M.TENSOR_PARALLEL, (M.LATENT, M.CHUNKS, M.FROM_DYNAMIC), _LATENTS_IN_PARTS),
+)  # fmt: skip
+"""Pairs with a test of their own: (mode, other modes, test)."""
+
+_NOT_DRAWN = (M.TENSOR_PARALLEL, M.REREADING, M.RANDOM, M.VLLM)
+"""Modes that the random programs do not draw"""
+
+
+def _cells() -> dict[frozenset[Mode], Cell]:
+    cells: dict[frozenset[Mode], Cell] = {
+        frozenset(pair): Untested() if {*pair} & {*_NOT_DRAWN} else Tested(PROGRAMS)
+        for pair in itertools.combinations(Mode, 2)
+    }
+    for rows, kind in ((APART, Apart), (TESTED, Tested)):
+        cells |= {frozenset((a, b)): kind(text) for a, others, text in rows for b in others}
+    for a, b, reason in REFUSED:
+        cells[frozenset((a, b))] = Refused(f"{a} cannot be combined with {b}: {reason}")
+    return cells
+
+
+PAIRS = _cells()
+"""The cell of every unordered pair of modes"""
+
+
+def refusal(modes: Iterable[Mode]) -> str:
+    """Why these modes cannot be combined, with what to do instead; "" if they can."""
+    asked = {*modes}
+    pairs = (frozenset((a, b)) for a, b, _ in REFUSED)
+    return next((PAIRS[pair].reason for pair in pairs if pair <= asked), "")
+
+
+def check_modes(modes: Iterable[Mode]) -> None:
+    """Raise `UnsupportedError` if two of these modes cannot be combined."""
+    if reason := refusal(modes):
+        raise UnsupportedError(reason)
+
+
+def config_modes(config: H2OConfig) -> frozenset[Mode]:
+    """The modes that a config asks for. `config` is one for a model (`H2OConfig.for_model`)."""
+    layers = (x for x in (config.heavy, config.recent) if not isinstance(x, int | float))
+    asked = {
+        M.HEAD_BUDGETS: any(layers) or config.head_shares is not None,
+        M.SHARED_BUDGET: config.shares_by_echo,
+        M.ECHO: config.score_by == "mean-echo",
+        M.RANDOM: config.score_by == "random",
+        M.BITS: config.kv_dtype == "int8",
+        M.FEW_BITS: config.kv_dtype == "int8-int4",
+        M.CACHE_RELATIVE: config.positions == "cache_relative",
+    }
+    return frozenset(mode for mode, holds in asked.items() if holds)
