@@ -228,8 +228,10 @@ class Run:
             max_new_tokens=4, pinned=pinned, prefix=self.cache if prefix else None, **how,
             **self.more(),
         )  # fmt: skip
-        got = [result.ids for result in results]
-        for prompt, ids in zip(prompts, got, strict=True):
+        for prompt, result in zip(prompts, list(results), strict=True):
+            if result.error is not None:
+                raise result.error
+            ids = result.ids
             cache = (
                 self.cache.fork() if prefix else H2OCache(self.model, self.config, pinned=pinned)
             )
