@@ -42,7 +42,10 @@ def quantize(x: Tensor, bits: int) -> Tensor:
     scale = _float16(width, up=True, finite=finite)
     q = _ratio(groups - least.float(), scale).clamp(0, 15).to(torch.uint8)
     nibbles = (q[..., :16] | q[..., 16:] << 4).view(n, D // 2)
-    return torch.cat([nibbles, torch.cat([scale, least], -1).view(n, -1).view(torch.uint8)], -1)
+    numbers = torch.cat(
+        [scale.view(torch.uint8), least.view(torch.uint8)], -1
+    )  # under autocast too
+    return torch.cat([nibbles, numbers.view(n, -1)], -1)
 
 
 def dequantize(rows: Tensor, D: int) -> Tensor:

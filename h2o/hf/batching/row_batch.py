@@ -148,7 +148,7 @@ class RowBatch:
         if rows == self._selected_rows:
             return
         self._selected_rows = rows
-        for layer in self.cache.layers:
+        for layer in h2o_layers(self.cache):
             numbers = torch.tensor(rows, dtype=torch.int32, device=layer.slots.keys.device)
             layer.select_rows(numbers if rows else None)
 

@@ -138,26 +138,30 @@ class PinnedRows(NamedTuple):
     """The pinned positions of each batch row."""
 
     rows: tuple[Row, ...]
-    """Spans of each row; empty if nothing is pinned"""
+    """Spans of each row, or of a single one for all rows; empty if nothing is pinned"""
 
     def __bool__(self) -> bool:
         return bool(self.rows)
 
     def counts(self, rows: int, sinks: int) -> list[int]:
         """Number of pinned keys in each of `rows` rows, not counting the sinks."""
-        return [count(row, sinks) for row in self.rows] or [0] * rows
+        return [count(row, sinks) for row in self.each(rows)] or [0] * rows
+
+    def each(self, rows: int) -> Sequence[Row]:
+        """Spans of each of `rows` rows; empty if nothing is pinned."""
+        return self.rows * rows if len(self.rows) == 1 else self.rows
 
     def has_pending(self, lengths: Sequence[int]) -> bool:
         """Whether pinned tokens are yet to arrive in rows that have seen these numbers of
         tokens."""
-        ends = [row[-1][1] if row else 0 for row in self.rows]
+        ends = [row[-1][1] if row else 0 for row in self.each(len(lengths))]
         return any(n < end for n, end in zip(lengths, ends, strict=bool(ends)))
 
     def score(self, scores: Tensor, positions: Tensor) -> Tensor:
         """Set scores [B, G, Q] to infinity where positions [B, 1, Q] (-1 at padding) are pinned."""
         if not self.rows:
             return scores
-        edges = [list(itertools.chain(*row)) for row in self.rows]
+        edges = [list(itertools.chain(*row)) for row in self.each(len(scores))]
         longest = max(map(len, edges))
         filled = [row + [torch.iinfo(torch.int64).max] * (longest - len(row)) for row in edges]
         table = torch.tensor(filled, dtype=torch.int64, device=positions.device)[:, None]

@@ -30,6 +30,7 @@ from h2o.hf.attention.attention_call import (
 from h2o.hf.cache_state import slot_layout
 from h2o.hf.cache_state.layer_snapshot import restore, take_snapshot
 from h2o.hf.cache_state.pass_guard import WITHOUT_CACHE
+from h2o.hf.cache_state.slot_check import CHECKS_SLOTS, check_slots
 from h2o.hf.cache_state.slot_layout import Budgets, Capacity
 from h2o.hf.layers.base_layer import BaseLayer
 from h2o.hf.layers.crop import record_pass
@@ -150,6 +151,8 @@ class H2OLayer(BaseLayer):
             raise  # keys stored but missing from the trace: treat the pass as interrupted
         self.last = last
         guard.layer_done(self.layer_idx)
+        if CHECKS_SLOTS and the_pass is not None:
+            check_slots(self, the_pass.after)
         return out if out.dtype == dtype else out.to(dtype)
 
     def forward(self, tokens: NewTokens) -> Tensor:

@@ -226,6 +226,8 @@ class Simulation:
     def attend(self, call: AttentionCall) -> Tensor:
         """The attention output [B, N, H, D] with an H2O cache; see `replace_attention`."""
         if (of := self._key_sources.get(call.layer)) is not None:
+            if self._budgets is not None and self._budgets.is_collecting:
+                return call.full()
             visible: VisibleKeys = vars(self._thread_local)[str(of)]
             _check_call(call, visible.evicted_at.shape[2])
             return _without_backward(visible.attend(call), call)

@@ -1,0 +1,249 @@
+"""Draws programs such that every pair of modes that h2o allows meets in at least one of them.
+
+`h2o.hf.modes.PAIRS` says which pairs are allowed. `modes_of` reads a program's modes off its
+content, so a pair counts as met only where the program really has both.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from h2o import H2OConfig
+from h2o.hf.modes import PAIRS, PROGRAMS, Mode, Tested, config_modes
+from tests.hf import tiny
+from tests.hf.modes import uneven
+from tests.hf.programs import FAMILIES, ROOM, Call, Program, model_of
+
+M = Mode
+Pair = frozenset[Mode]
+
+KINDS = {"states": M.HYBRID, "sliding": M.WINDOWS, "none": M.SHARED_KEYS, "latent": M.LATENT}
+"""The mode of models with each kind of layers"""
+CANDIDATES = (
+    "llama", "gpt_neox", "qwen3", "opt", "gpt2", "llama, wide",
+    "lfm2", "qwen3_next", "zamba2", "falcon_h1", "nemotron_h", "lfm2, wide",
+    "gemma3", "gpt_oss", "qwen2-mixed", "gemma2", "gemma3, wide",
+    "deepseek_v3", "longcat_flash", "minicpm3",
+    "gemma3n_text", "gemma4_text", "gemma3n_text, full", "gemma3n_text, wide",
+    "lfm3", "kimi_linear", "lfm3, wide",
+)  # fmt: skip
+NAMES = tuple(name for name in CANDIDATES if name in FAMILIES)
+ROTARY = (M.ECHO, M.SHARED_BUDGET, M.CACHE_RELATIVE)
+"""Modes that need a model with rotary positions"""
+
+
+def kinds_of(name: str) -> frozenset[Mode]:
+    """The modes of a family's layers."""
+    layers = {*FAMILIES[name].layers}
+    if name == "nemotron_h":
+        layers -= {"none"}
+    if name in (*tiny.LATENT, *tiny.LATENT_AND_STATES):
+        layers |= {"latent"}
+    if name in tiny.WITH_STATES:
+        layers |= {"states"}
+    return frozenset(KINDS[x] for x in layers if x in KINDS)
+
+
+def modes_of(program: Program) -> frozenset[Mode]:
+    """The modes of a program."""
+    names = [name for name, _ in program.calls]
+    _, start = program.calls[0]
+    later = [given for name, given in program.calls[1:]]
+    ways = {given.get("way", "fork") for name, given in program.calls if name in _COPIES}
+    chunked = [given for _, given in program.calls if 0 < (given.get("size") or 0) < ROOM]
+    have = {
+        M.PINS: program.pinned is not None,
+        M.TRACE: program.trace,
+        M.COMPILED: program.compileable,
+        M.PATCHED: program.in_patched,
+        M.AUTOCAST: program.autocast,
+        M.TORCH_BACKEND: program.by_torch,
+        M.PADDING: _is_padded(start),
+        M.GAPS: any(map(_is_padded, later)) or bool(start.get("holes")),
+        M.CHUNKS: any(x["size"] < x.get("columns", ROOM) for x in chunked),
+        M.BEAMS: any(given.get("beams", 1) > 1 for _, given in program.calls),
+        M.CROP: "crop" in names,
+        M.TURNS: any(x.get("columns", 0) > 1 for x in later),
+        M.FORK: "fork" in ways,
+        M.FILE: "file" in names,
+        M.ROW_MOVES: "select" in names or "repeat" in names,
+        M.FROM_DYNAMIC: "dynamic" in names,
+        M.GENERATE_ALL: "all" in names,
+        M.SIMULATED: "simulate" in names,
+    }
+    settings = config_modes(H2OConfig(**program.settings))
+    return kinds_of(program.family) | settings | {mode for mode, holds in have.items() if holds}
+
+
+_COPIES = ("copy", "repeat")
+
+
+def _is_padded(given: dict[str, Any]) -> bool:
+    return any((*given.get("left", ()), *given.get("right", ())))
+
+
+def pairs_of(modes: Iterable[Mode]) -> set[Pair]:
+    return {frozenset(pair) for pair in itertools.combinations(modes, 2)}
+
+
+NOT_DRAWN = {M.IMAGES: "tests/hf/test_images.py"}
+"""Modes that programs leave to other tests"""
+ELSEWHERE = {
+    frozenset((M.CACHE_RELATIVE, M.WINDOWS)): "refused by the model's traits",
+    frozenset((M.CACHE_RELATIVE, M.SHARED_KEYS)): "refused by the model's traits",
+    frozenset((M.BITS, M.FEW_BITS)): "a cache has one kv_dtype",
+}
+"""Pairs that no program can have, and why"""
+WANTED = {
+    pair
+    for pair, cell in PAIRS.items()
+    if cell == Tested(PROGRAMS) and not pair & {*NOT_DRAWN} and pair not in ELSEWHERE
+}
+"""Pairs that programs must have"""
+
+
+def draw(seed: int, modes: int = 8) -> Iterator[Program]:
+    """Programs that together have every pair in `WANTED`, each with up to so many modes."""
+    chosen = random.Random(seed)
+    order = sorted(Mode, key=lambda mode: mode.name)
+    chosen.shuffle(order)
+    unmet = sorted(WANTED, key=lambda pair: sorted(mode.name for mode in pair))
+    chosen.shuffle(unmet)
+    number = seed
+    while unmet:
+        asked = set(unmet[0])
+        while len(asked) < modes:
+            new = {
+                mode: sum(frozenset((mode, x)) in unmet for x in asked)
+                for mode in order
+                if mode not in asked and _fits(asked | {mode})
+            }
+            best = max(new, key=new.__getitem__, default=None)
+            if best is None or not new[best]:
+                break
+            asked.add(best)
+        program = build(asked, number)
+        met = pairs_of(modes_of(program))
+        if unmet[0] not in met:
+            raise AssertionError(f"{program} was to have {sorted(asked)}")
+        unmet = [pair for pair in unmet if pair not in met]
+        number += 1
+        yield program
+
+
+def _fits(modes: set[Mode]) -> bool:
+    """Whether h2o allows all pairs of these modes, and some family has exactly their layers."""
+    return pairs_of(modes) <= WANTED and bool(_families(modes))
+
+
+def _families(modes: set[Mode]) -> list[str]:
+    kinds = frozenset(modes & {*KINDS.values()})
+    return [
+        name
+        for name in NAMES
+        if kinds_of(name) == kinds
+        and (M.FEW_BITS not in modes or name.endswith("wide"))
+        and not (modes & {*ROTARY} and name in tiny.WITHOUT_ROTARY)
+    ]
+
+
+BUDGETS: tuple[dict[str, Any], ...] = (
+    {"heavy": 5, "recent": 4},
+    {"heavy": 0.3, "recent": 0.1, "min_tokens": 8},
+    {"heavy": 4, "recent": 3, "sinks": 2, "score_by": "mean", "decay": 0.9, "value_weighted": True},
+    {"heavy": 6, "recent": 3, "score_by": "max"},
+    {"budget": 12, "min_tokens": 0},
+    {"heavy": ROOM, "recent": 5},
+)
+PINS: tuple[Any, ...] = ([(1, 3)], [(0, 1), (17, 20)])
+
+
+def build(modes: set[Mode], number: int) -> Program:
+    """A program with these modes."""
+    chosen = random.Random(number)
+    name = chosen.choice(_families(modes))
+    # Graphs cannot have payload, and generate_all counts positions that payload sets to 0.
+    is_real = M.GENERATE_ALL in modes and modes & {M.COMPILED, M.CACHE_RELATIVE}
+    rounds = modes & {M.AUTOCAST, M.BITS, M.FEW_BITS}
+    settings = dict(BUDGETS[number % len(BUDGETS)])
+    if modes & {M.ECHO, M.SHARED_BUDGET, M.HEAD_BUDGETS, M.PINS}:
+        settings = {"heavy": 16 if M.PINS in modes else 7, "recent": 3, "sinks": number % 2}
+    if M.SHARED_BUDGET in modes:
+        settings["head_shares"] = "echo"
+    if modes & {M.ECHO, M.SHARED_BUDGET}:
+        settings["score_by"] = "mean-echo"
+    if M.BITS in modes:
+        settings["kv_dtype"] = "int8"
+    if M.FEW_BITS in modes:
+        settings["kv_dtype"] = "int8-int4"
+    if M.CACHE_RELATIVE in modes:
+        settings["positions"] = "cache_relative"
+    rows = 1 if M.GENERATE_ALL in modes else chosen.choice([2, 3])
+    program = Program(
+        name, settings, _calls(modes, rows, chosen), rows=rows,
+        pinned=chosen.choice(PINS[: 1 if is_real else 2]) if M.PINS in modes else None,
+        trace=M.TRACE in modes, compileable=M.COMPILED in modes, in_patched=M.PATCHED in modes,
+        autocast=M.AUTOCAST in modes, by_torch=M.TORCH_BACKEND in modes,
+        exact=not is_real and M.SIMULATED not in modes and (bool(rounds) or number % 2 == 0),
+        seed=number,
+    )  # fmt: skip
+    if M.HEAD_BUDGETS in modes and M.SHARED_BUDGET not in modes:
+        settings["head_shares"] = uneven(model_of(program))
+    return program
+
+
+def _calls(modes: set[Mode], rows: int, chosen: random.Random) -> list[Call]:
+    columns = chosen.randint(14, 24)
+    left = (0, *(chosen.randint(1, columns - 10) for _ in range(rows - 1)))
+    start: dict[str, Any] = {"columns": columns}
+    if M.PADDING in modes:
+        start["left"] = left
+    size = chosen.choice([4, 6]) if M.CHUNKS in modes else None
+    if M.SIMULATED in modes:
+        holes = (12,) if M.GAPS in modes else ()
+        return [("simulate", {**start, "columns": columns + 12, "prompt": 4, "holes": holes})]
+    if M.PATCHED in modes:
+        beams = {"beams": 2} if M.BEAMS in modes else {}
+        calls = [("answer", {**start, "size": size, **beams})]
+    elif M.FROM_DYNAMIC in modes:
+        calls = [("dynamic", {**start, "size": size or columns})]
+    elif M.CHUNKS in modes:
+        calls = [("chunks", {**start, "size": size})]
+    else:
+        calls = [("read", start)]
+    return calls + _later_calls(modes, size, chosen)
+
+
+def _later_calls(modes: set[Mode], size: int | None, chosen: random.Random) -> list[Call]:
+    step: Call = ("read", {"columns": 1})
+    parts: list[list[Call]] = [[step], [step, step], [("look", {})]]
+    parts += [[("reject", {"rows": chosen.randint(0, 1)})]]
+    parts += [[("fail", {"share": round(chosen.uniform(0.3, 1) ** 0.5, 3) * 0.999, "columns": 2})]]
+    parts = chosen.sample(parts, 3)
+    if M.FILE in modes:
+        parts.append([("file", {})])
+    if M.FORK in modes:
+        parts.append([("copy", {"way": "fork"})])
+    if M.ROW_MOVES in modes and M.GENERATE_ALL not in modes:
+        rows = [chosen.randrange(3) for _ in range(chosen.randint(1, 3))]
+        parts.append([chosen.choice([("select", {"rows": rows}), ("repeat", {})])])
+    if M.CROP in modes:
+        parts.append([("crop", {"columns": 4, "back": chosen.randint(1, 3)})])
+    if M.BEAMS in modes and M.PATCHED not in modes:
+        parts.append([("answer", {"columns": 2, "tokens": 4, "beams": 2})])
+    if M.GAPS in modes:
+        gap = {"columns": 4, "left": (chosen.randint(0, 2), 2), "right": (1,)}
+        parts.append([("read", gap), step])
+    if M.TURNS in modes:
+        parts.append([chosen.choice([("read", {"columns": 5}), ("answer", {"columns": 3})])])
+        parts.append([("copy", {"way": chosen.choice(["copy", "deepcopy", "pickle"])})])
+    chosen.shuffle(parts)
+    calls = [call for part in parts for call in part]
+    if M.GENERATE_ALL in modes:
+        lengths = [chosen.randint(1, 9) for _ in range(4)]
+        whole = {M.FILE, M.FORK} & modes
+        calls.append(("all", {"lengths": lengths, "prefix": bool(whole), "size": size}))
+    return calls

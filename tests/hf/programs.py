@@ -1,0 +1,521 @@
+"""Programs: sequences of calls on one cache, as data that can be drawn, run, shrunk and pasted.
+
+    from tests.hf.programs import Program, run
+    run(Program("llama", {"heavy": 5, "recent": 4}, [("read", {"columns": 20}), ("file", {})]))
+
+What happened to a cache on the way must not show in what it holds. `run` therefore compares each
+row with a cache that reads this row alone, without padding, in the same passes. A budget for all
+must also give the logits of transformers without h2o.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import pickle
+import random
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
+
+from h2o import H2OCache, H2OConfig, backends, generate_all, patched, simulated
+from h2o.compat import with_cache
+from h2o.hf.layers.layer import H2OLayer
+from tests.hf import tiny
+from tests.hf.payload import check_payload, payload
+from tests.hf.test_rollback import remove
+
+Call = tuple[str, dict[str, Any]]
+"""The name of a method of `Run`, and its arguments"""
+ROOM = 300
+"""`heavy` of a budget for everything"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A model, the settings of a cache, and calls."""
+
+    family: str
+    settings: dict[str, Any]
+    """Fields of an `H2OConfig`"""
+    calls: Sequence[Call]
+    rows: int = 2
+    pinned: Any = None
+    trace: bool = False
+    compileable: bool = False
+    in_patched: bool = False
+    autocast: bool = False
+    by_torch: bool = False
+    exact: bool = False
+    """Whether caches store payload (tests/hf/payload.py) instead of keys and values"""
+    seed: int = 0
+
+
+@dataclasses.dataclass
+class Row:
+    """What one row of a cache has seen."""
+
+    first: int
+    """Its number in the first batch, for its pins"""
+    passes: list[list[int]]
+    """The tokens of each forward pass, without padding"""
+
+    @property
+    def text(self) -> list[int]:
+        return [x for each in self.passes for x in each]
+
+
+class Run:
+    """One run of a program. Each call is a method."""
+
+    def __init__(self, program: Program, path: Path) -> None:
+        self.program, self.path = program, path
+        self.random = random.Random(program.seed)
+        self.model = model_of(program)
+        self.config = H2OConfig(**program.settings)
+        self.few_bits = self.config.kv_dtype == "int8-int4"
+        self.rows = [Row(row, []) for row in range(program.rows)]
+        self.masks: list[Tensor] = []
+        """The mask [B, Q] of each pass"""
+        self.ids: list[Tensor] = []
+        self.begins_dynamic = program.calls[0][0] == "dynamic"
+        self.prompt_lengths: list[int] | None = None
+        self.patch: Any = None
+        self.cache: Any = None
+
+    # ---- Reading -------------------------------------------------------------------------------
+
+    def new_cache(self, row: Row | None = None) -> H2OCache:
+        """A new cache for all rows, or for a single one."""
+        return H2OCache(self.model, self.config, **self.options(row), **self.more())
+
+    def more(self) -> dict[str, Any]:
+        return {"compileable": self.program.compileable}
+
+    def options(self, row: Row | None) -> dict[str, Any]:
+        pinned, lengths = self.program.pinned, self.prompt_lengths
+        if row is not None and isinstance(pinned, list) and isinstance(pinned[0], list):
+            pinned = pinned[row.first]
+        if row is not None and lengths is not None:
+            lengths = lengths[row.first]
+        return {"pinned": pinned, "trace": self.program.trace, "prompt_length": lengths}
+
+    def tokens(self, columns: int, left: Sequence[int] = (), right: Sequence[int] = ()):
+        """New tokens (ids, mask) [B, columns], with padding on both sides of each row."""
+        B = len(self.rows)
+        ids = torch.tensor([[self.random.randint(2, 90) for _ in range(columns)] for _ in range(B)])
+        mask = torch.ones_like(ids)
+        for row, (before, after) in enumerate(zip(_each(left, B), _each(right, B), strict=True)):
+            mask[row, :before] = 0
+            mask[row, columns - after :] = 0
+        return ids.to(self.model.device), mask.to(self.model.device)
+
+    def forward(self, ids: Tensor, mask: Tensor, cache: Any) -> Tensor:
+        """Logits of a pass after all others."""
+        whole = torch.cat([*self.masks, mask], 1)
+        positions = (whole.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        if bool(whole.all()) and not self.program.exact:
+            whole = None
+        given = {"attention_mask": whole, "position_ids": positions}
+        return self.model(ids, **given, **with_cache(cache)).logits
+
+    def count(self, ids: Tensor, mask: Tensor) -> None:
+        """Record that the cache has seen a pass."""
+        self.ids.append(ids)
+        self.masks.append(mask)
+        for row, tokens, real in zip(self.rows, ids, mask.bool(), strict=True):
+            row.passes.append(tokens[real].tolist())
+
+    def read(self, columns: int, left: Sequence[int] = (), right: Sequence[int] = ()) -> None:
+        if self.cache is None:
+            self.cache = self.new_cache()
+        ids, mask = self.tokens(columns, left, right)
+        self.forward(ids, mask, self.cache)
+        self.count(ids, mask)
+
+    def chunks(self, columns: int, size: int, left: Sequence[int] = ()) -> None:
+        """The prompt in several passes."""
+        self.prompt_lengths = [columns - pads for pads in _each(left, len(self.rows))]
+        self.cache = self.new_cache()
+        self._in_chunks(self.cache, columns, size, left)
+
+    def _in_chunks(self, cache: Any, columns: int, size: int, left: Sequence[int]) -> None:
+        for ids, mask in zip(*(x.split(size, 1) for x in self.tokens(columns, left)), strict=True):
+            self.forward(ids, mask, cache)
+            self.count(ids, mask)
+
+    def dynamic(self, columns: int, size: int, left: Sequence[int] = ()) -> None:
+        """A prompt that a DynamicCache has read, perhaps in chunks."""
+        full = DynamicCache(config=self.model.config)
+        self._in_chunks(full, columns, size, left)
+        self.cache = self.converted(full, torch.cat(self.masks, 1))
+        for row in self.rows:
+            row.passes = [row.text]
+
+    def converted(self, full: Any, mask: Tensor | None, row: Row | None = None) -> H2OCache:
+        return H2OCache.from_dynamic_cache(
+            full, self.model, self.config, attention_mask=mask, **self.options(row), **self.more()
+        )
+
+    # ---- Generating ----------------------------------------------------------------------------
+
+    def answer(self, columns: int = 2, tokens: int = 3, left: Sequence[int] = (),
+               size: int | None = None, beams: int = 1) -> None:  # fmt: skip
+        """generate() with new ids after all those that the cache has seen. Without a cache,
+        `patched` makes one."""
+        if beams > 1 and self.cache is not None:
+            self.repeat(beams)
+        ids, mask = self.tokens(columns, left)
+        if beams > 1 and self.cache is not None:  # rows that are beams have the same new tokens
+            ids, mask = (x[::beams].repeat_interleave(beams, 0) for x in (ids, mask))
+        inputs = {"input_ids": torch.cat([*self.ids, ids], 1)}
+        inputs["attention_mask"] = torch.cat([*self.masks, mask], 1)
+        if beams > 1 and self.cache is not None:
+            inputs = {name: x[::beams] for name, x in inputs.items()}
+        given: dict[str, Any] = {"num_beams": beams} if beams > 1 else {}
+        if size is not None:
+            given["prefill_chunk_size"] = size
+        if self.cache is not None:
+            given |= with_cache(self.cache)
+        with self._watched():
+            tiny.greedy(self.model, inputs, tokens, **given)
+        if self.cache is None:
+            self.cache = self.patch.cache
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Record the passes that generate() runs, and the beams that it reorders."""
+
+        def see(_module: Any, _args: Any, given: dict[str, Any]) -> None:
+            ids = given["input_ids"]
+            mask = given.get("attention_mask")
+            mask = torch.ones_like(ids) if mask is None else mask
+            if len(ids) > len(self.rows):  # the first pass of a beam search
+                self._move([i // (len(ids) // len(self.rows)) for i in range(len(ids))])
+            self.count(ids, mask[:, -ids.shape[1] :])
+
+        def reorder(cache: H2OCache, rows: Tensor) -> None:
+            before(cache, rows)
+            self._move(rows.tolist())
+
+        before, H2OCache.reorder_cache = H2OCache.reorder_cache, reorder
+        hook = self.model.register_forward_pre_hook(see, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
+            H2OCache.reorder_cache = before
+
+    def beams(self, columns: int = 2, tokens: int = 4, left: Sequence[int] = ()) -> None:
+        self.answer(columns, tokens, left, beams=2)
+
+    def all(self, lengths: Sequence[int], prefix: bool, size: int | None = None) -> None:
+        """generate_all answers as generate() does, after this cache as prefix or without."""
+        text = self.rows[0].text if prefix else []
+        prompts = [text + [self.random.randint(2, 90) for _ in range(length)] for length in lengths]
+        how = {} if size is None else {"prefill_chunk_size": size}
+        how = {"generation_config": GenerationConfig(**how)}
+        pinned = None if prefix else self.program.pinned
+        results = generate_all(
+            self.model, prompts, self.cache.config if prefix else self.config, rows=2,
+            max_new_tokens=4, pinned=pinned, prefix=self.cache if prefix else None, **how,
+            **self.more(),
+        )  # fmt: skip
+        for prompt, result in zip(prompts, list(results), strict=True):
+            if result.error is not None:
+                raise result.error
+            ids = result.ids
+            cache = (
+                self.cache.fork() if prefix else H2OCache(self.model, self.config, pinned=pinned)
+            )
+            inputs = {"input_ids": torch.tensor([prompt], device=self.model.device)}
+            if self.program.exact:
+                inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+            want = tiny.greedy(self.model, inputs, 4, **with_cache(cache), **how)[0].tolist()
+            assert self.program.autocast or ids == want, f"generate_all gave {ids}, not {want}"
+
+    def simulate(self, columns: int, prompt: int, left: Sequence[int] = (),
+                 holes: Sequence[int] = ()) -> None:  # fmt: skip
+        """A simulation of whole texts answers as a cache that reads each row token by token."""
+        ids, mask = self.tokens(columns, left)
+        mask[-1, list(holes)] = 0
+        self.count(ids, mask)
+        with simulated(
+            self.model, self.config, prompt_length=prompt, ratio_of="prompt",
+            pinned=self.program.pinned, trace=self.program.trace,
+        ):  # fmt: skip
+            positions = (mask.cumsum(1) - 1).clamp(min=0)
+            given = {"attention_mask": mask, "position_ids": positions, "use_cache": False}
+            logits = self.model(ids, **given).logits
+        for number, row in enumerate(self.rows):
+            text = row.text
+            row.passes = [text[:prompt], *([token] for token in text[prompt:])]
+            cache, passes = self.new_cache(row), []
+            for tokens in row.passes:
+                passes.append(self._pass_alone(cache, tokens, int(cache.get_seq_length())))
+            got, want = logits[number][mask[number].bool()].float(), torch.cat(passes).float()
+            if self.program.autocast or self.config.kv_dtype is not None:  # rounded otherwise
+                assert (got - want).abs().mean() < 0.2 * want.abs().mean(), "the simulation differs"
+            else:
+                about = 1e-3 if self.program.family not in tiny.WITH_STATES else 1e-2
+                near(got, want, f"simulated logits of row {number}", about)
+
+    # ---- Between passes ------------------------------------------------------------------------
+
+    def copy(self, way: str) -> None:
+        ways = {
+            "fork": H2OCache.fork,
+            "copy": copy.copy,
+            "deepcopy": copy.deepcopy,
+            "pickle": lambda cache: pickle.loads(pickle.dumps(cache)),
+        }
+        before, self.cache = self.cache, ways[way](self.cache)
+        self.forward(*self.tokens(3), before)  # the other one goes on
+
+    def file(self) -> None:
+        self.cache.save(self.path, self.model)
+        self.cache = H2OCache.load(self.path, self.model)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Select rows; `rows` are taken modulo the batch."""
+        chosen = [row % len(self.rows) for row in rows]
+        self.cache.reorder_cache(torch.tensor(chosen, device=self.model.device))
+        self._move(chosen)
+
+    def repeat(self, times: int = 2) -> None:
+        self.cache = self.cache.fork(rows=times)
+        self._move([row for row in range(len(self.rows)) for _ in range(times)])
+
+    def _move(self, rows: Sequence[int]) -> None:
+        self.rows = [copy.deepcopy(self.rows[row]) for row in rows]
+        self.ids, self.masks = [x[rows] for x in self.ids], [x[rows] for x in self.masks]
+
+    def crop(self, columns: int, back: int) -> None:
+        """Read some columns and take the last of them back."""
+        self.cache.activate_past_recording()
+        self.read(columns)
+        remove(self.cache, back)
+        self.ids[-1], self.masks[-1] = self.ids[-1][:, :-back], self.masks[-1][:, :-back]
+        for row in self.rows:
+            del row.passes[-1][columns - back :]
+        for layer in self.cache.layers:
+            layer.record_past = False
+
+    def look(self) -> None:
+        str(self.cache.report())
+        repr(self.cache)
+        list(self.cache)
+
+    def reject(self, rows: int) -> None:
+        """Try what a cache rejects: training, and perhaps a batch of another size."""
+        saved, (ids, mask) = self.cache.fork(), self.tokens(2)
+        whole = torch.cat([*self.masks, mask], 1)
+        if rows:
+            ids, whole = (torch.cat([x, x[:1]]) for x in (ids, whole))
+        self.model.train()
+        try:
+            self.model(ids, attention_mask=whole, **with_cache(self.cache))
+        except (ValueError, RuntimeError):
+            pass
+        else:
+            raise AssertionError("a pass in training mode was not rejected")
+        finally:
+            self.model.eval()
+        if self.cache.report().broken:
+            self.cache = saved
+
+    def fail(self, share: float, columns: int) -> None:
+        """Let a pass fail in the part of the model at this share of its parts. Then the cache has
+        seen nothing of it, or all of it, or knows that it was interrupted."""
+        saved, new = self.cache.fork(), self.tokens(columns)
+        parts = [x for name, x in self.model.named_modules() if not name.endswith(IN_PLACE)]
+        hook = parts[int(share * len(parts))].register_forward_hook(lambda *_: 1 / 0)
+        try:
+            self.forward(*new, self.cache)
+        except ZeroDivisionError:
+            pass
+        finally:
+            hook.remove()
+        if self.cache.report().broken:
+            self.cache = saved
+        elif self.cache.get_seq_length() > saved.get_seq_length():
+            self.count(*new)
+
+    # ---- What is right -------------------------------------------------------------------------
+
+    def compare(self) -> None:
+        """Compare the cache with caches that read each row alone."""
+        texts = [row.text for row in self.rows]
+        if self.program.exact:
+            check_payload(self.cache, texts, self.few_bits)
+        if self.program.autocast:  # a row alone is rounded otherwise
+            return
+        if self.program.trace:
+            self._compare_trace()
+        ids, mask = self.tokens(3)
+        alone = [self._alone(row) for row in self.rows]
+        for number, cache in enumerate(alone):
+            for layer, other in zip(self.cache.layers, cache.layers, strict=True):
+                if isinstance(layer, H2OLayer) and other.slots is not None:
+                    same(layer, other, number)
+        got = self.forward(ids, mask, self.cache)
+        for number, (row, cache) in enumerate(zip(self.rows, alone, strict=True)):
+            want = self._pass_alone(cache, ids[number].tolist(), len(row.text))
+            near(got[number], want, f"logits of row {number}")
+            if self.has_room:
+                plain = self._plain(row.text + ids[number].tolist())
+                near(got[number], plain[-3:], f"logits of row {number}, without h2o")
+
+    @property
+    def has_room(self) -> bool:
+        settings = self.program.settings
+        return settings.get("heavy") == ROOM and not (
+            settings.get("kv_dtype") or self.program.exact
+        )
+
+    def _alone(self, row: Row) -> H2OCache:
+        passes = [tokens for tokens in row.passes if tokens]
+        seen = 0
+        if self.begins_dynamic:
+            full = DynamicCache(config=self.model.config)
+            self._pass_alone(full, passes[0], 0)
+            cache, seen, passes = self.converted(full, None, row), len(passes[0]), passes[1:]
+        else:
+            cache = self.new_cache(row)
+        for tokens in passes:
+            self._pass_alone(cache, tokens, seen)
+            seen += len(tokens)
+        return cache
+
+    def _pass_alone(self, cache: Any, tokens: list[int], seen: int) -> Tensor:
+        ids = torch.tensor([tokens], device=self.model.device)
+        given = {"position_ids": torch.arange(seen, seen + len(tokens), device=ids.device)[None]}
+        if self.program.exact:
+            given["attention_mask"] = ids.new_ones(1, seen + len(tokens))
+        return self.model(ids, **given, **with_cache(cache)).logits[0]
+
+    def _plain(self, text: list[int]) -> Tensor:
+        ids = torch.tensor([text], device=self.model.device)
+        return model_of(self.program, "sdpa")(ids, use_cache=False).logits[0]
+
+    def _compare_trace(self) -> None:
+        mask = torch.cat(self.masks, 1).bool()
+        for layer in self.cache.layers:
+            if not isinstance(layer, H2OLayer):
+                continue
+            kept, at = layer.kept().positions, self.cache.evicted_at(layer.layer_idx)
+            for row, real in enumerate(mask):
+                for head, positions in enumerate(kept[row]):
+                    held = at[row, head][real][positions[positions >= 0]]
+                    assert bool((held == at.shape[-1]).all()), f"trace of row {row}, head {head}"
+            assert not bool(at[~mask[:, None].expand_as(at)].any()), "padding in the trace"
+
+
+IN_PLACE = "in_proj"
+"""A pass that fails between this part of a last layer and its states, which the next kernel changes
+in place, is not noticed."""
+
+
+def run(program: Program) -> None:
+    """Run a program. Raises what is wrong."""
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        stack.enter_context(torch.no_grad())
+        this = Run(program, Path(folder, "cache"))
+        if program.exact:
+            stack.enter_context(payload(this.model, this.few_bits))
+            if this.config.positions == "cache_relative":
+                stack.enter_context(_at_zero(this.model))
+        if program.autocast:
+            stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+        with contextlib.ExitStack() as during:
+            if program.by_torch:
+                during.enter_context(backends.by_torch())
+            if program.in_patched:
+                given = {"pinned": program.pinned, "trace": program.trace}
+                this.patch = during.enter_context(patched(this.model, this.config, **given))
+            for name, arguments in program.calls:
+                getattr(this, name)(**arguments)
+        if this.cache is not None:
+            this.compare()
+
+
+_WIDE = {"head_dim": 32}
+FAMILIES = {**tiny.FAMILIES, **tiny.LATENT, **tiny.LATENT_AND_STATES}
+FAMILIES |= {
+    f"{name}, wide": dataclasses.replace(FAMILIES[name], config=FAMILIES[name].config | more,
+                                         model_type=FAMILIES[name].model_type or name)
+    for name, more in {
+        "llama": _WIDE, "gemma3": _WIDE, "gemma3n_text": _WIDE,
+        "lfm2": {"hidden_size": 128, **_WIDE}, "lfm3": _WIDE,
+    }.items()
+    if name in FAMILIES
+}  # fmt: skip
+"""Families of tests/hf/tiny.py, and some whose heads are wide enough for four bits"""
+if "gemma3n_text" in FAMILIES:
+    FAMILIES["gemma3n_text, full"] = dataclasses.replace(
+        FAMILIES["gemma3n_text"],
+        config=FAMILIES["gemma3n_text"].config | {"layer_types": ["full_attention"] * 6},
+        model_type="gemma3n_text",
+        layers=("h2o", "h2o", "h2o", "none", "none", "none"),
+    )
+
+
+@contextlib.contextmanager
+def _at_zero(model: Any) -> Iterator[None]:
+    """Set all positions to 0, as h2o.patched does, so that keys are not rotated and back."""
+
+    def zero(_module: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        ids = given["input_ids"] if "input_ids" in given else args[0]
+        return args, {**given, "position_ids": torch.zeros_like(ids)}
+
+    hook = model.register_forward_pre_hook(zero, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def model_of(program: Program, attention: str = "h2o") -> Any:
+    if "," not in program.family:
+        return tiny.shared(program.family, attention)
+    return _built(program.family, attention)
+
+
+@functools.cache
+def _built(family: str, attention: str) -> Any:
+    torch.manual_seed(7)
+    made = AutoModelForCausalLM.from_config(FAMILIES[family].build_config()).eval()
+    made.to(tiny.DEVICE).set_attn_implementation(attention)
+    return made
+
+
+def same(layer: H2OLayer, other: H2OLayer, row: int) -> None:
+    """Check that a layer holds in a row what another layer holds in its only row."""
+    (positions, scores), (want, expected) = layer.kept(), other.kept()
+    which = f"layer {layer.layer_idx}, row {row}"
+    for head, (got, wanted) in enumerate(zip(positions[row], want[0], strict=True)):
+        got, wanted = got[got >= 0].tolist(), wanted[wanted >= 0].tolist()
+        assert got == wanted, f"{which}, head {head} holds {got}, not {wanted}"
+    held = want.shape[-1]
+    near(scores[row, :, :held], expected[0], f"scores of {which}")
+    for got, wanted in zip(layer.kept_rows(), other.kept_rows(), strict=True):
+        near(got[row, :, :held], wanted[0], f"keys or values of {which}")
+
+
+def near(got: Tensor, want: Tensor, what: str, about: float = 1e-3) -> None:
+    torch.testing.assert_close(
+        got, want, rtol=about, atol=about, msg=lambda text: f"{what}: {text}"
+    )
+
+
+def _each(pads: Sequence[int], rows: int) -> list[int]:
+    """A number for each row: those given, then 0."""
+    return [*pads, *[0] * rows][:rows]
