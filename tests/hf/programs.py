@@ -30,7 +30,6 @@ from h2o.compat import with_cache
 from h2o.hf.layers.layer import H2OLayer
 from tests.hf import tiny
 from tests.hf.payload import check_payload, payload
-from tests.hf.test_rollback import remove
 
 Call = tuple[str, dict[str, Any]]
 """The name of a method of `Run`, and its arguments"""
@@ -301,7 +300,7 @@ class Run:
         """Read some columns and take the last of them back."""
         self.cache.activate_past_recording()
         self.read(columns)
-        remove(self.cache, back)
+        self.cache.crop(-back)
         self.ids[-1], self.masks[-1] = self.ids[-1][:, :-back], self.masks[-1][:, :-back]
         for row in self.rows:
             del row.passes[-1][columns - back :]
