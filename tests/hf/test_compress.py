@@ -13,7 +13,6 @@ from h2o.hf.document import compress
 from h2o.hf.document.cut_cache import LATER_RECENT, RECENT
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.model_traits.shared_keys import SHARES_KEYS
-from tests.hf.test_rollback import remove
 from tests.hf.tiny import HYBRID, WITH_STATES, batch, greedy, model, prompts, shared
 
 REQUEST = torch.tensor([5, 9, 2])
@@ -224,7 +223,7 @@ def test_it_goes_on_as_any_other_cache(tmp_path):
     again = cache.fork()
     again.activate_past_recording()
     ours(*prompts(4, seed=5), **with_cache(again))
-    remove(again, 4)
+    again.crop(-4)
     assert torch.equal(greedy(ours, question, **with_cache(again)), answer)
     twice = {"input_ids": question["input_ids"].repeat(2, 1)}
     rows = greedy(ours, twice, **with_cache(cache.fork(rows=2)))

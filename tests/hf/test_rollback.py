@@ -260,7 +260,7 @@ def test_a_pass_that_broke_off_is_not_taken_back():
         ours(ids[:, 20:26], **with_cache(cache))
     with pytest.raises(RuntimeError, match="was interrupted between two layers"):
         cache.crop(-3)
-    assert [layer.seen for layer in cache.layers] == [26, 20]
+    assert cache.report().broken
     cache.crop(-26)
     expected = ours(ids, **with_cache(H2OCache(ours.config, **SMALL))).logits
     torch.testing.assert_close(ours(ids, **with_cache(cache)).logits, expected)

@@ -85,7 +85,8 @@ def h2o_attention_forward(
         the_pass = layer.guard.current
         if the_pass is None or the_pass.may_be_transformed:
             error = find_transform(query, key, value, s_aux)
-        is_plain = causal and sliding_window is None and _FOREIGN.keys().isdisjoint(kwargs)
+        is_plain = causal and sliding_window is None and not torch.compiler.is_compiling()
+        is_plain = is_plain and _FOREIGN.keys().isdisjoint(kwargs)
         if error is None and not (
             is_plain and (attention_mask is None or attention_mask.ndim == 2)
         ):

@@ -24,7 +24,7 @@ from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention import mask_length_error
 from h2o.hf.cache_state.pass_guard import WITHOUT_CACHE, ForwardPass, PassGuard
 from h2o.hf.cache_state.seen_text import SeenText
-from h2o.hf.cache_state.state import LastPass, NewColumns, after, broadcast, merge, with_padding
+from h2o.hf.cache_state.state import NewColumns, after, broadcast, with_padding
 from h2o.model_identity import difference, rotary_difference
 
 
@@ -49,8 +49,8 @@ def plan_pass(cache: Any, new: int) -> ForwardPass:
     if text is None or text.ids.shape[1] != new:  # a wrapper inserts embeddings
         text = find_call(cache)
     if text is None:
-        rows = merge(row._replace(offset=None) for row in before.rows)
-        return ForwardPass(before, after(before, new, rows), new)
+        then = NewColumns(new).advance(before, None, guard.records_passes)
+        return ForwardPass(before, then, new)
     _check_model(cache, text.config)
     tokens: list[int] | None = [0]
     is_step = is_on_gpu = False
@@ -66,16 +66,13 @@ def plan_pass(cache: Any, new: int) -> ForwardPass:
         columns = columns._replace(whole_mask=_padding_mask(guard, text.mask, seen, new))
     if guard.only_scores:
         return ForwardPass(before, before, new)
-    if is_step:  # which changes no offset, since images come in longer passes
+    if is_step and not guard.records_passes:  # it changes no offset: images come in longer passes
         rows = before.rows
         if columns.whole_mask is not None:
             rows = with_padding(rows, columns.whole_mask)
         then = after(before, new, rows, before.text.add(text.ids, text.mask))
     else:
-        then = columns.advance(before, tokens)
-    if guard.records_passes:
-        start = before._replace(last_pass=None)  # else each record would hold all earlier ones
-        then = then._replace(last_pass=LastPass(start, tokens, columns.cut(new)))
+        then = columns.advance(before, tokens, guard.records_passes)
     return ForwardPass(before, then, new)
 
 

@@ -25,7 +25,14 @@ from h2o.compat_wrappers import has_transforms
 from h2o.config.layer_plan import LayerPlan
 from h2o.hf.cache_state.pins import Pins
 from h2o.hf.cache_state.slot_layout import writable
-from h2o.hf.cache_state.state import CacheState, RowState, after, change_list, put_rope_deltas
+from h2o.hf.cache_state.state import (
+    CacheState,
+    NewColumns,
+    RowState,
+    after,
+    change_list,
+    put_rope_deltas,
+)
 from h2o.hf.cache_state.weights_origin import WeightsOrigin
 
 WITHOUT_CACHE = (
@@ -220,7 +227,7 @@ class PassGuard:
         if the_pass.columns is None:  # the model does not announce its passes
             the_pass.columns = Q
             if not self.only_scores:
-                the_pass.after = after(self.state, Q, self.state.rows)
+                the_pass.after = NewColumns(Q).advance(self.state, None, self.records_passes)
 
     def _begin(self, Q: int | None) -> ForwardPass:
         with _lock:

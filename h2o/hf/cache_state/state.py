@@ -132,7 +132,9 @@ class NewColumns(NamedTuple):
         whole = None if whole is None else whole[:, : whole.shape[1] - self.Q + Q]
         return NewColumns(Q, mask, positions, ids, whole)
 
-    def advance(self, before: CacheState, tokens: Sequence[int] | None) -> CacheState:
+    def advance(
+        self, before: CacheState, tokens: list[int] | None, records: bool = False
+    ) -> CacheState:
         """The state after these columns. `h2o.hf.prompt.prompt_budget` adds what the first layer of
         a prompt finds out: its length and its pins.
 
@@ -140,13 +142,18 @@ class NewColumns(NamedTuple):
             before: the state before them.
             tokens: number of tokens in each row before them, or a single one for all rows. None if
                 unknown.
+            records: whether the state after them gets their record, so that they can be taken back.
         """
         if tokens is None:
             rows = merge(row._replace(offset=None) for row in before.rows)
         else:
             rows = self._advance_rows(before, tokens)
         rows = with_padding(rows, self.whole_mask) if self.whole_mask is not None else rows
-        return after(before, self.Q, rows, before.text.add(self.ids, self.mask))
+        then = after(before, self.Q, rows, before.text.add(self.ids, self.mask))
+        if not records:
+            return then
+        start = before._replace(last_pass=None)  # else each record would hold all earlier ones
+        return then._replace(last_pass=LastPass(start, tokens, self.cut(self.Q)))
 
     def _advance_rows(self, before: CacheState, tokens: Sequence[int]) -> tuple[RowState, ...]:
         seen = before.columns
