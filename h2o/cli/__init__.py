@@ -6,7 +6,7 @@ Each command is a module that is imported only when that command is called. It d
     check(parser, options)          optional: reject options that do not go together, by
                                     `parser.error`, OSError, TypeError or ValueError, before any
                                     library is imported
-    run(parser, options) -> int     run the command and return its exit code; raise UserError or
+    run(options) -> int             run the command and return its exit code; raise UserError or
                                     UnsupportedError (`h2o.errors`) for problems that the user can
                                     fix
 
@@ -147,7 +147,7 @@ def run(options: argparse.Namespace) -> int:
             if "OMP_WAIT_POLICY" not in os.environ:
                 os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
             quiet_libraries()
-        code: int = options.module.run(options.parser, options)
+        code: int = options.module.run(options)
         leave_group()
         return code
     except (UserError, UnsupportedError) as error:

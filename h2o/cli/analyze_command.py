@@ -73,7 +73,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     options.content = texts.article() if is_shipped else texts.read(parser, "--text", options.text)
 
 
-def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit code. Raises UserError."""
     check_single_process("h2o analyze")
     try:

@@ -68,7 +68,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     options.settings = [full, *(one for one in settings if one.variant != "full")]
 
 
-def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit code. Raises: UserError (`h2o.errors`)."""
     from h2o import models
 

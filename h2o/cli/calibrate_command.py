@@ -41,8 +41,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, metavar="N", help="random seed (%(default)s)")
 
 
-def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit code. Raises: UserError."""
+    parser = options.parser
     check_single_process("h2o calibrate")
     if options.output.suffix != ".json":
         parser.error(f"argument --output: {options.output} must end in .json, as profile.json does")

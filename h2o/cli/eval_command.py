@@ -163,7 +163,7 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     args.rest = [*tasks, *args.rest]
 
 
-def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit code. Raises: UserError."""
     need_transformers()
     torch_device(args.device)
@@ -178,7 +178,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     try:
         if not args.is_table:
             model_args |= args.how | get_given(args, CACHE)
-            run_lm_eval(parser, args, arguments, model_args)
+            run_lm_eval(args, arguments, model_args)
             return 0
         text = side_by_side.compare(
             [*arguments, *as_model_args(model_args)], args.settings, args.output_path,
@@ -231,7 +231,6 @@ def choose_text_task(args: argparse.Namespace, how: dict[str, Any]) -> list[str]
 
 
 def run_lm_eval(
-    parser: argparse.ArgumentParser,
     args: argparse.Namespace,
     arguments: list[str],
     model_args: dict[str, Any],
@@ -245,7 +244,7 @@ def run_lm_eval(
         arguments += ["--include_path", str(side_by_side.TASKS)]
     make_writable(args.output_path)
     if args.use_cache and world_size() > 1 and any("tp_plan" in x for x in rest):
-        parser.error("--use_cache does not work with tensor parallelism (tp_plan): drop it")
+        args.parser.error("--use_cache does not work with tensor parallelism (tp_plan): drop it")
     if args.use_cache:
         # lm-eval's cache is keyed by the question alone. The file name therefore depends on the
         # budget and on the model's files, since another model may have been at the same path.

@@ -117,7 +117,7 @@ def parse_template_kwargs(text: str) -> dict[str, Any]:
     return arguments
 
 
-def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit code. Raises: UserError."""
     from h2o.cli import comparison
 

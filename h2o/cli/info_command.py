@@ -85,7 +85,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
             parser.error(f"argument --compare {one.why_no_cache}")
 
 
-def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run the command. The exit code is 0 unless the model is not supported or a kernel is wrong.
     Raises: UserError."""
     if options.model or options.memory is not None:

@@ -34,6 +34,7 @@ from h2o.evaluation.protocols import (
     Tally,
     check,
     one_token_notes,
+    why_no_text,
     without_prompt_notes,
 )
 from h2o.evaluation.published_masks import MASKS
@@ -325,12 +326,8 @@ class H2OLM(HFLM):
         return [self._score(x, tokens) for x, (_, tokens) in zip(logits, batch, strict=True)]
 
     def simulate(self, pairs: Sequence[Pair], documents: Sequence[int]) -> list[Tensor]:
-        """Logits [tokens, vocabulary] of each continuation, by a simulation of the setting.
-
-        Args:
-            documents: number of tokens before the first eviction in each row, unless the protocol
-                is "simulate", which has a number of its own.
-        """
+        """Logits [tokens, vocabulary] of each continuation, by a simulation of the setting. The
+        first eviction of each row follows its document, or the `prompt_length` of "simulate"."""
         return protocols.simulate(
             self.model,
             pairs,
@@ -391,15 +388,6 @@ class H2OLM(HFLM):
         more = ids.shape[1] - columns  # padding between documents and questions
         tokens = super()._model_generate(ids.to(context.device), max_length + more, *args, **kwargs)
         return tokens[:, more:]
-
-
-def why_no_text(setting: Setting, protocol: str) -> str:
-    """Why a setting has no answers to tasks that generate text; empty if it has."""
-    if setting.is_random:
-        return f"generates text, which needs a cache: leave out {setting.name}, which is simulated"
-    if protocol == "simulate" and setting.variant != "full":
-        return "generates text, which cannot be simulated: use protocol=drop"
-    return ""
 
 
 def _check_spelling(names: Iterable[str]) -> None:

@@ -85,6 +85,15 @@ def check(setting: Setting, protocol: str, prompt_length: int) -> None:
         simulation.check(setting.config, MASKS.get(setting.variant), prompt_length, "text")
 
 
+def why_no_text(setting: Setting, protocol: str) -> str:
+    """Why a setting has no answers to tasks that generate text; empty if it has."""
+    if setting.is_random:
+        return f"generates text, which needs a cache: leave out {setting.name}, which is simulated"
+    if protocol == "simulate" and setting.variant != "full":
+        return "generates text, which cannot be simulated: use protocol=drop"
+    return ""
+
+
 def fractions_of(prompt_length: int) -> str:
     """What fractional budgets of a text are fractions of: its "prompt", or all of the "text" if it
     has none (`prompt_length` 1)."""

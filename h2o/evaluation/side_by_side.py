@@ -22,7 +22,7 @@ from lm_eval.utils import sanitize_model_name
 
 from h2o.errors import UserError
 from h2o.evaluation.cache_bytes import bytes_share
-from h2o.evaluation.lm import H2OLM, POLICY, why_no_text
+from h2o.evaluation.lm import H2OLM, POLICY
 from h2o.evaluation.model_fit import check_fit
 from h2o.evaluation.protocols import (
     CONTEXT_REMEDY,
@@ -30,6 +30,7 @@ from h2o.evaluation.protocols import (
     Tally,
     check,
     one_token_notes,
+    why_no_text,
     without_prompt_notes,
 )
 from h2o.evaluation.setting import Setting

@@ -160,9 +160,12 @@ def test_the_script_of_the_documents(tmp_path):
 
 
 def shard(module, mesh):
-    """Give a module a parameter that is cut over a mesh, as its weights would be."""
-    cut = distribute_tensor(torch.zeros(4), mesh, [Shard(0)] * mesh.ndim)
-    module.register_parameter("cut", torch.nn.Parameter(cut))
+    """Give a module a parameter that is cut over a mesh, as its weights would be, or whole for
+    None."""
+    weight = torch.zeros(4)
+    if mesh is not None:
+        weight = distribute_tensor(weight, mesh, [Shard(0)] * mesh.ndim)
+    module.register_parameter("cut", torch.nn.Parameter(weight))
 
 
 def joined(parts):
@@ -195,7 +198,9 @@ def test_files_of_other_heads(last_of_four, tmp_path):
         shard(layer.self_attn.q_proj, other)
     with pytest.raises(ValueError, match=r"rank 3 of 4, but this is tensor parallel rank 1 of 2"):
         H2OCache.load(path, ours)
-    on_one = tiny_model("llama")
+    on_one = copy.deepcopy(ours)
+    for layer in on_one.model.layers:
+        shard(layer.self_attn.q_proj, None)
     with pytest.raises(ValueError, match=r"rank 3 of 4, but this is a whole model. Start as many"):
         H2OCache.load(path, on_one)
     cache = H2OCache(on_one.config, heavy=6, recent=6)
@@ -214,7 +219,8 @@ def test_files_of_heads_that_were_taken_over(last_of_four, tmp_path):
     """Before the first pass only the model knows which heads a converted cache has, so a file must
     not be written without the model."""
     path, (ids,) = tmp_path / "cache", prompts(30)
-    on_one = tiny_model("llama")
+    on_one = copy.deepcopy(tiny_model("llama"))
+    shard(on_one.model.layers[0].self_attn.q_proj, None)
     full = DynamicCache(config=on_one.config)
     on_one(ids, **with_cache(full))
     H2OCache.from_dynamic_cache(full, on_one.config, heavy=6, recent=6).save(path)  # of all heads

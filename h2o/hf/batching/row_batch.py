@@ -170,6 +170,10 @@ class CompiledForward:
                 self._graph = None
         return self._model(**inputs)
 
+    def __bool__(self) -> bool:
+        """Whether a graph exists or may still be compiled."""
+        return self._graph is not None
+
 
 def h2o_layers(cache: H2OCache) -> list[H2OLayer]:
     return [layer for layer in cache.layers if isinstance(layer, H2OLayer)]
