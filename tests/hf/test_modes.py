@@ -25,7 +25,6 @@ from h2o.hf.modes import PAIRS, REFUSED, Mode, config_modes, refusal, why_not
 from h2o.hf.patch import enable, patched
 from h2o.hf.support import model_modes
 from h2o.vllm.config_entry import config_of_entry
-from tests.hf.test_rollback import remove
 from tests.hf.tiny import FAMILIES, LATENT, model, prompts, shared
 
 ROOT = Path(__file__).parents[2]
@@ -131,7 +130,7 @@ def cropped():
     held = H2OCache(ours, **SMALL)
     held.activate_past_recording()
     ours(*prompts(12), **with_cache(held))
-    remove(held, 1)
+    held.crop(-1)
 
 
 def gaps(name):

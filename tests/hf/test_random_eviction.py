@@ -11,7 +11,6 @@ import torch
 import h2o
 from h2o import H2OCache, H2OConfig
 from h2o.errors import UnsupportedError
-from h2o.hf.model_traits.layer_kinds import HYBRIDS
 from h2o.hf.model_traits.shared_keys import SHARES_KEYS
 from h2o.hf.simulation.random_eviction import draw_ranks
 from tests.hf import tiny
@@ -55,7 +54,7 @@ def test_the_lowest_ranks_leave(chosen, prompt):
             assert torch.equal(found, evicted_at(N, prompt, layer, head, *sizes))
 
 
-MODELS = ["llama", "gemma3", *["falcon_h1", "qwen3_next"] * HYBRIDS]
+MODELS = ["llama", "gemma3", "falcon_h1", "qwen3_next"]
 MODELS += ["gemma3n_text"] * SHARES_KEYS
 
 

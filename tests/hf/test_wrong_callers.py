@@ -16,7 +16,6 @@ import torch
 
 from h2o import H2OCache
 from h2o.compat import with_cache
-from tests.hf.test_rollback import remove
 from tests.hf.tiny import FAMILIES, LATENT, WITH_STATES, shared
 
 pytestmark = [
@@ -81,7 +80,7 @@ class Program:
         self.cache = H2OCache.load(self.path, self.ours)
 
     def crop(self):
-        remove(self.cache, 2)
+        self.cache.crop(-2)
         self.passes[-1] = tuple(x if x is None else x[:, :-2] for x in self.passes[-1])
 
     def history(self, row, counts_columns):
