@@ -35,6 +35,10 @@ HEADS = {
 FAMILIES = {
     "llama": Family("llama", HEADS),
     "qwen3": Family("qwen3", HEADS),
+    "gemma3_text": Family(
+        "gemma3_text",
+        HEADS | {"sliding_window": 10, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
 }
 if HYBRIDS:  # every process has all of the states
     linear = {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8}
