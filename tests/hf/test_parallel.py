@@ -160,7 +160,7 @@ def test_the_script_of_the_documents(tmp_path):
     out, _ = launch([tmp_path / "answer.py", tmp_path / "m", tmp_path / "text"])
     assert len(tokenizer(out).input_ids) > 20
     _, error = launch([tmp_path / "budget.py", tmp_path / "m", tmp_path / "text"], code=1)
-    assert "does not support a model that is cut over several processes" in error
+    assert "cut over several processes cannot be combined with head_shares" in error
 
 
 def joined(parts):
