@@ -242,8 +242,8 @@ APART: tuple[tuple[Mode, tuple[Mode, ...], str], ...] = (
      "h2o.compress_document reads one text of token ids, and has no such argument"),
     (
         M.VLLM,
-        (M.PADDING, M.GAPS, M.BEAMS, M.CROP, M.TRACE, M.COMPILED, M.FORK, M.ROW_MOVES, M.AUTOCAST,
-         M.FROM_DYNAMIC, M.GENERATE_ALL, M.PATCHED, M.REREADING, M.SIMULATED),
+        (M.PADDING, M.GAPS, M.BEAMS, M.CROP, M.TRACE, M.COMPILED, M.FORK, M.FILE, M.ROW_MOVES,
+         M.AUTOCAST, M.FROM_DYNAMIC, M.GENERATE_ALL, M.PATCHED, M.REREADING, M.SIMULATED),
         _SERVER,
     ),
     (M.LATENT, (M.SHARED_KEYS,), "no model has both"),
@@ -252,17 +252,74 @@ APART: tuple[tuple[Mode, tuple[Mode, ...], str], ...] = (
 )  # fmt: skip
 """Pairs that no user can ask for: (mode, other modes, why)."""
 
-_IN_PARTS = "tests/hf/test_parallel.py::test_two_processes_give_what_one_gives"
-_LATENTS_IN_PARTS = "tests/hf/test_parallel.py::test_two_processes_hold_the_same_latents"
-
 TESTED: tuple[tuple[Mode, tuple[Mode, ...], str], ...] = (
     (
         M.TENSOR_PARALLEL,
-        (M.PADDING, M.HEAD_BUDGETS, M.BITS, M.CACHE_RELATIVE, M.PATCHED, M.SIMULATED, M.FORK,
-         M.FILE, M.ROW_MOVES, M.TURNS, M.CROP, M.HYBRID),
-        _IN_PARTS,
+        (M.HYBRID, M.WINDOWS, M.HEAD_BUDGETS, M.ECHO, M.RANDOM, M.BITS, M.CACHE_RELATIVE, M.PINS,
+         M.TRACE, M.PADDING, M.BEAMS, M.CROP, M.TURNS, M.FORK, M.FILE, M.ROW_MOVES, M.GENERATE_ALL,
+         M.PATCHED, M.SIMULATED),
+        "tests/hf/test_parallel.py::test_two_processes_give_what_one_gives",
     ),
-    (M.TENSOR_PARALLEL, (M.LATENT, M.CHUNKS, M.FROM_DYNAMIC), _LATENTS_IN_PARTS),
+    (
+        M.TENSOR_PARALLEL,
+        (M.LATENT, M.CHUNKS, M.FROM_DYNAMIC),
+        "tests/hf/test_parallel.py::test_two_processes_hold_the_same_latents",
+    ),
+    (M.TENSOR_PARALLEL, (M.VLLM,), "tests/vllm/test_ranks.py::test_two_ranks_answer_as_one"),
+    (
+        M.RANDOM,
+        (M.HYBRID, M.WINDOWS, M.SHARED_KEYS, M.BITS, M.PINS, M.AUTOCAST),
+        "tests/hf/test_random_eviction.py::test_ranks_alone_decide_in_any_model",
+    ),
+    (
+        M.RANDOM,
+        (M.HEAD_BUDGETS, M.TRACE, M.SIMULATED, M.TORCH_BACKEND),
+        "tests/hf/test_random_eviction.py::test_the_lowest_ranks_leave",
+    ),
+    (M.RANDOM, (M.PADDING,), "tests/hf/test_random_eviction.py::test_rows_of_a_batch_are_alone"),
+    (M.RANDOM, (M.GAPS,), "tests/hf/test_random_eviction.py::test_padding_between_tokens"),
+    (
+        M.REREADING,
+        (M.HYBRID, M.WINDOWS, M.LATENT, M.SHARED_KEYS),
+        "tests/hf/test_compress.py::test_with_room_for_all_it_answers_as_the_full_cache",
+    ),
+    (
+        M.REREADING,
+        (M.SHARED_BUDGET, M.ECHO, M.BITS, M.PADDING, M.GAPS, M.TORCH_BACKEND),
+        "tests/hf/test_compress.py::test_rows_of_a_batch_are_readings_of_their_own",
+    ),
+    (
+        M.REREADING,
+        (M.HEAD_BUDGETS,),
+        "tests/hf/test_compress.py::test_a_profile_shares_what_goes_by_attention",
+    ),
+    (M.REREADING, (M.PINS,), "tests/hf/test_compress.py::test_pins_are_kept"),
+    (
+        M.REREADING,
+        (M.CROP, M.TURNS, M.FORK, M.FILE, M.ROW_MOVES),
+        "tests/hf/test_compress.py::test_it_goes_on_as_any_other_cache",
+    ),
+    (
+        M.VLLM,
+        (M.HEAD_BUDGETS, M.SHARED_BUDGET, M.ECHO, M.BITS, M.FEW_BITS),
+        "tests/vllm/test_engine.py::test_policies_and_stored_dtypes",
+    ),
+    (
+        M.VLLM,
+        (M.WINDOWS,),
+        "tests/vllm/test_engine.py::test_full_attention_beside_sliding_windows",
+    ),
+    (M.VLLM, (M.PINS,), "tests/vllm/test_engine.py::test_pins_of_requests"),
+    (
+        M.VLLM,
+        (M.CHUNKS,),
+        "tests/vllm/test_engine.py::test_prompts_in_chunks_are_cut_at_their_end",
+    ),
+    (
+        M.VLLM,
+        (M.TURNS,),
+        "tests/vllm/test_async_scheduling.py::test_the_next_turn_of_a_session",
+    ),
 )  # fmt: skip
 """Pairs with a test of their own: (mode, other modes, test)."""
 

@@ -189,8 +189,9 @@ def model_modes(model: Any) -> frozenset[Mode]:
 def split_modes(model: Any) -> frozenset[Mode]:
     """`Mode.TENSOR_PARALLEL` if this process has only a part of a model's heads. Nothing for a
     config, which does not show it."""
-    is_model = isinstance(model, nn.Module)
-    is_cut = is_model and tensor_parallel.part_of_heads(model) != tensor_parallel.WHOLE
+    if not tensor_parallel.is_distributed() or not isinstance(model, nn.Module):
+        return frozenset()
+    is_cut = tensor_parallel.part_of_heads(model) != tensor_parallel.WHOLE
     return frozenset({Mode.TENSOR_PARALLEL} if is_cut else ())
 
 

@@ -271,7 +271,7 @@ def test_a_profile_of_one_setting_or_of_those_that_are_calibrated(folder, text, 
         (["--heavy", "0", "--recent", "0", "--window", "50"], 2, "budget of 0"),
         (["--compare", "mask-local:4+4", "--protocol", "drop"], 1, "a mask, not a cache"),
         (["--compare", "mask-local:4+4", "--prompt-length", "9"], 1, "no prompt"),
-        (["--compare", "h2o:8+8/positions=cache_relative"], 1, "cannot be simulated"),
+        (["--compare", "h2o:8+8/positions=cache_relative"], 1, "simulated cannot be combined"),
         (["--protocol", "read"], 2, "supports only simulate or drop"),
     ],
 )

@@ -14,7 +14,17 @@ import torch
 from torch import distributed
 from transformers import DynamicCache
 
-from h2o import H2OCache, H2OConfig, Profile, analyze, calibrate, patched, simulated, supports
+from h2o import (
+    H2OCache,
+    H2OConfig,
+    Profile,
+    analyze,
+    calibrate,
+    generate_all,
+    patched,
+    simulated,
+    supports,
+)
 from h2o.compat import CACHE, with_cache
 from tests.hf.tiny import batch, greedy, prompts
 
@@ -38,6 +48,9 @@ CACHES = {
     },
     "heads": {"heavy": [[3, 9, 5, 1], [4, 4, 8, 2]], "recent": 6},
     "int8": {"heavy": 10, "recent": 8, "head_shares": SHARES, "kv_dtype": "int8"},
+    "echo": {"heavy": 10, "recent": 8, "score_by": "mean-echo"},
+    "pinned": {"heavy": 10, "recent": 8, "pinned": [(4, 9)]},
+    "traced": {"heavy": 10, "recent": 8, "trace": True},
     "cache_relative": {
         "heavy": 10,
         "recent": 8,
@@ -62,11 +75,19 @@ def everything(model, folder, profile):
     with patched(model, **shared) as patch:  # patched() sees the model's weights, not only a config
         results["patched"] = greedy(model, inputs, 20), kept(patch.cache)
     config = H2OConfig(**CACHES["head_shares"])
-    with simulated(model, config, trace=True) as simulation, torch.no_grad():
-        logits = model(**inputs, use_cache=False).logits
-    results["simulated"] = logits.argmax(-1), list(map(simulation.evicted_at, simulation.layers()))
+    drawn = H2OConfig(heavy=10, recent=8, score_by="random")
+    for name, chosen in {"simulated": config, "random": drawn}.items():
+        with simulated(model, chosen, trace=True) as simulation, torch.no_grad():
+            logits = model(**inputs, use_cache=False).logits
+        gone = list(map(simulation.evicted_at, simulation.layers()))
+        results[name] = logits.argmax(-1), gone
     cache = H2OCache(model.config, config)
+    results["beams"] = greedy(model, inputs, 10, **with_cache(cache), num_beams=3), kept(cache)
     (ids,) = prompts(40)
+    if "sliding" not in support.layers:
+        answers = generate_all(model, [ids[0], ids[0, :25]], config, rows=2, max_new_tokens=10)
+        results["generate_all"] = torch.tensor([answer.ids for answer in answers]), []
+    cache = H2OCache(model.config, config)
     with torch.no_grad():
         model(ids, **with_cache(cache))
     cache.save(folder / "cache.safetensors", model)

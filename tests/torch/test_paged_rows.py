@@ -531,7 +531,7 @@ def test_a_page_is_as_large_as_its_fields():
         ({"heavy": 0, "recent": 0}, "keeps nothing"),
         (
             {"heavy": 64, "positions": "cache_relative"},
-            "cache_relative.* is not supported.* in vLLM: keys come",
+            "in vLLM cannot be combined with .*cache_relative.*: keys come",
         ),
         (
             {"heavy": 64, "score_by": "mean-echo", "cut": "chunk"},
@@ -540,7 +540,7 @@ def test_a_page_is_as_large_as_its_fields():
         ({"preset": "calibrated", "budget": 64, "cut": "chunk"}, "mean-echo.* is not supported"),
         (
             {"heavy": 64, "score_by": "random"},
-            "random.* is not supported by h2o in vLLM: it is a base",
+            "in vLLM cannot be combined with .*random.*: it is a base",
         ),
         ({"preset": "robust", "budget": 64, "window": 3}, "unknown parameter 'window'"),
         ({"heavy": 64, "cut": "often"}, 'cut must be "prompt" or "chunk", not "often"'),
