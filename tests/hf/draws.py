@@ -158,7 +158,12 @@ BUDGETS: tuple[dict[str, Any], ...] = (
     {"budget": 12, "min_tokens": 0},
     {"heavy": ROOM, "recent": 5},
 )
-PINS: tuple[Any, ...] = ([(1, 3)], [(0, 1), (17, 20)])
+PINS: tuple[Any, ...] = (
+    [(1, 3)],
+    [(0, 1), (17, 20)],
+    [[(2, 3)], [(0, 2), (28, 30)], [(4, 5), (26, 27)]],
+)
+"""Spans for all rows, or for each of up to three"""
 
 
 def build(modes: set[Mode], number: int) -> Program:
@@ -184,7 +189,7 @@ def build(modes: set[Mode], number: int) -> Program:
     rows = 1 if M.GENERATE_ALL in modes else chosen.choice([2, 3])
     program = Program(
         name, settings, _calls(modes, rows, chosen), rows=rows,
-        pinned=chosen.choice(PINS[: 1 if is_real else 2]) if M.PINS in modes else None,
+        pinned=_pins(modes, rows, 0 if is_real else chosen.randrange(3)),
         trace=M.TRACE in modes, compileable=M.COMPILED in modes, in_patched=M.PATCHED in modes,
         autocast=M.AUTOCAST in modes, by_torch=M.TORCH_BACKEND in modes,
         exact=not is_real and M.SIMULATED not in modes and (bool(rounds) or number % 2 == 0),
@@ -193,6 +198,13 @@ def build(modes: set[Mode], number: int) -> Program:
     if M.HEAD_BUDGETS in modes and M.SHARED_BUDGET not in modes:
         settings["head_shares"] = uneven(model_of(program))
     return program
+
+
+def _pins(modes: set[Mode], rows: int, which: int) -> Any:
+    if M.PINS not in modes:
+        return None
+    pins = PINS[which]
+    return pins[:rows] if isinstance(pins[0], list) and rows > 1 else PINS[which % 2]
 
 
 def _calls(modes: set[Mode], rows: int, chosen: random.Random) -> list[Call]:

@@ -505,6 +505,8 @@ def same(layer: H2OLayer, other: H2OLayer, row: int) -> None:
         got, wanted = got[got >= 0].tolist(), wanted[wanted >= 0].tolist()
         assert got == wanted, f"{which}, head {head} holds {got}, not {wanted}"
     held = want.shape[-1]
+    lost = layer.slots.evicted_score[row], other.slots.evicted_score[0]
+    near(*lost, f"scores lost by {which}")
     near(scores[row, :, :held], expected[0], f"scores of {which}")
     for got, wanted in zip(layer.kept_rows(), other.kept_rows(), strict=True):
         near(got[row, :, :held], wanted[0], f"keys or values of {which}")
