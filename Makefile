@@ -551,7 +551,7 @@ test-ray: .venv/core .venv/ray ## test examples/many_machines.py on two nodes, o
 	$(BIN)/python -m pytest -p no:xdist tests/test_many_machines.py
 
 # transformers/torch/NumPy
-VERSIONS := 5.4.0/2.6.0/2.0.0 5.10.4/2.13.0/2.2.0 newest/newest/newest
+VERSIONS := 5.21.0/2.6.0/2.0.0 5.22.2/2.13.0/2.2.0 newest/newest/newest
 test-versions: .venv/core ## run the fast tests with the oldest, a middle and the newest transformers, torch and NumPy
 	PYTHON=$(PYTHON) $(BIN)/python tools/versions.py $(VERSIONS)
 
@@ -581,8 +581,8 @@ stubs: .venv/core .venv/lint ## check the type stubs against the compiled core
 docs: .venv/core .venv/docs ## build the documentation as a site in build/site; fails at any warning or broken internal link
 	$(BIN)/python -m sphinx -q -E -W --keep-going -b html docs build/site
 
-pictures: .venv/core .venv/test ## draw docs/pictures from the tables of the documents, the operations and the imports
-	for picture in results walk rooms; do $(BIN)/python -m tools.draw_$$picture; done
+pictures: .venv/core .venv/test ## draw docs/pictures and the table of modes from the tables of the documents, the operations, the imports and the modes
+	for picture in results walk rooms modes; do $(BIN)/python -m tools.draw_$$picture; done
 
 docs-links: .venv/core .venv/docs ## check every external link of the documentation
 	$(BIN)/python -m sphinx -q -E -b linkcheck docs build/links

@@ -12,11 +12,10 @@ import torch
 from transformers import DynamicCache
 
 import h2o
-from h2o.hf.batching.row_batch import row_bytes
 
 from .model_tables import load, prompt
 from .options import Options
-from .throughput_tables import MB, Work, answer_batch, passages, token_bytes
+from .throughput_tables import MB, Work, answer_batch, bytes_of_a_row, passages, token_bytes
 from .timing import Row, Times
 
 CONFIG = h2o.H2OConfig(
@@ -35,7 +34,7 @@ def disk(options: Options) -> Iterator[Row]:
     text = prompt(tokenizer, 8192)[0]
     rows = {
         "DynamicCache": limit // ((tokens + new) * token_bytes(model)),
-        "H2OCache": limit // bytes_of_a_row(model, text[None, :tokens]),
+        "H2OCache": limit // bytes_of_a_row(model, CONFIG, text[None, :tokens]),
     }
     with tempfile.TemporaryDirectory() as folder:
         disk_offload(model, folder, execution_device=torch.device("cpu"))
@@ -54,13 +53,6 @@ def disk(options: Options) -> Iterator[Row]:
             "of the peer": 1 / times["DynamicCache"].median,
         },
     )  # fmt: skip
-
-
-def bytes_of_a_row(model: Any, ids: torch.Tensor) -> int:
-    model.set_attn_implementation("h2o")
-    cache = h2o.H2OCache(model.config, CONFIG)
-    model(ids, cache=cache, logits_to_keep=1)
-    return row_bytes(cache)
 
 
 def seconds_a_token(model: Any, work: Work, name: str) -> float:

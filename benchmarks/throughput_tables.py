@@ -22,6 +22,7 @@ from transformers import DynamicCache, GenerationConfig
 
 import h2o
 from h2o import models
+from h2o.hf.batching.row_batch import row_bytes
 
 from .model_tables import load, prompt
 from .options import Options
@@ -202,13 +203,25 @@ def generate_all(model: Any, compileable: bool, work: Work) -> tuple[float, Answ
         h2o.Request(ids, generation_config=greedy(new))
         for ids, new in zip(work.prompts, work.new, strict=True)
     ]
-    limit = {"rows": len(requests)} if work.bytes is None else {"bytes": work.bytes}
+    rows = len(requests)
+    if work.bytes is not None:
+        rows = work.bytes // bytes_of_a_row(model, CONFIG, torch.tensor(work.prompts[:1]))
     with torch._inductor.config.patch(
         {"freezing": compileable, "cpp.enable_concat_linear": compileable}
     ):
         start = time.perf_counter()
-        results = list(h2o.generate_all(model, requests, CONFIG, compileable=compileable, **limit))
+        results = list(
+            h2o.generate_all(model, requests, CONFIG, rows=rows, compileable=compileable)
+        )
         return time.perf_counter() - start, [result.ids for result in results]
+
+
+def bytes_of_a_row(model: Any, config: h2o.H2OConfig, ids: torch.Tensor) -> int:
+    """Bytes of the cache of one request with this prompt, [1, n]."""
+    model.set_attn_implementation("h2o")
+    cache = h2o.H2OCache(model.config, config)
+    model(ids, cache=cache, logits_to_keep=1)
+    return row_bytes(cache)
 
 
 def token_bytes(model: Any) -> int:

@@ -1,78 +1,90 @@
-"""Answer a file of prompts, and resume after the process was killed.
+"""Answer the prompts of a file. Run again, it answers only those that have no answer yet.
 
-    python examples/batch_job.py FOLDER --prompts 1000 --kill-after 300
+    python examples/batch_job.py prompts.jsonl answers.jsonl --rows 16 --budget 512
 
-The work is done by `h2o generate --prompts FILE --output FILE`, which writes each answer as soon as
-it is complete and skips prompts that have an answer. This script makes up the prompts, starts the
-command, kills it after N answers, and starts it again. Without `--kill-after` the command runs to
-its end without a break. The answers are the same.
+If the name of the first file ends in .jsonl, each of its lines is a text in quotes or a chat (a
+list of messages). In any other file each line is a text. The second file gets each answer as soon
+as it is complete, as an object with `prompt` and `text`. A run that is killed loses only what it
+was writing. A prompt is recognized by its text. Use another file for the answers of another model
+or budget.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
-import time
 from pathlib import Path
+from typing import Any
 
-THINGS = ("kettle", "bicycle", "radio", "umbrella", "lamp", "camera", "clock")
-COMPLAINTS = ("arrived broken", "is the wrong color", "was never delivered", "makes a loud noise")
-
-
-def write_prompts(path: Path, count: int) -> None:
-    """Write letters to a shop as JSON Lines, each with an id and as the first message of a chat."""
-    with path.open("w", encoding="utf-8") as file:
-        for i in range(count):
-            letter = f"My {THINGS[i % 7]}, order {1000 + 37 * i}, {COMPLAINTS[i % 4]}."
-            prompt = f"{letter} Write one polite sentence that answers this customer."
-            messages = [{"role": "user", "content": prompt}]
-            file.write(json.dumps({"id": f"letter-{i}", "messages": messages}) + "\n")
+import h2o
 
 
-def count_answers(path: Path) -> int:
-    """Number of complete lines in a file that may not exist yet."""
-    return path.read_bytes().count(b"\n") if path.exists() else 0
+def read_prompts(file: Path) -> list[Any]:
+    """The texts and chats of a file, one per line."""
+    lines = lines_of(file.read_text("utf-8"))
+    return [json.loads(line) for line in lines] if file.suffix == ".jsonl" else lines
 
 
-def answer(prompts: Path, answers: Path, options: list[str], kill_after: int | None) -> int:
-    """Run the command, and kill it once there are `kill_after` answers. Returns their number."""
-    command = [sys.executable, "-m", "h2o", "generate", "--prompts", str(prompts)]
-    process = subprocess.Popen([*command, "--output", str(answers), *options])
-    while process.poll() is None:
-        if kill_after is not None and count_answers(answers) >= kill_after:
-            process.kill()
-            process.wait()
-            return count_answers(answers)
-        time.sleep(0.01)
-    if process.returncode:
-        sys.exit(f"the command ended with exit code {process.returncode}")
-    return count_answers(answers)
+def read_answered(file: Path) -> set[str]:
+    """The prompts that have an answer, as JSON. Removes a last line that a killed run left
+    unfinished."""
+    text = file.read_text("utf-8") if file.exists() else ""
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        file.write_text(whole, "utf-8")
+    return {json.dumps(json.loads(line)["prompt"]) for line in lines_of(whole)}
+
+
+def lines_of(text: str) -> list[str]:
+    """The lines of a text. splitlines would also split at characters that JSON may contain, such as
+    U+2028."""
+    return [line for line in text.split("\n") if line.strip()]
+
+
+def as_chat(prompt: Any, tokenizer: Any) -> Any:
+    """A text as the message of a user, if the model has a chat template. Without one the model
+    continues the text."""
+    is_message = isinstance(prompt, str) and tokenizer.chat_template is not None
+    return [{"role": "user", "content": prompt}] if is_message else prompt
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], epilog="Other options are those of `h2o generate`."
-    )
-    parser.add_argument("folder", type=Path, help="folder for prompts and answers")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("prompts", type=Path)
+    parser.add_argument("answers", type=Path)
+    parser.add_argument("--model", help="default: the embedded SmolLM2-135M")
+    parser.add_argument("--rows", type=int, default=16, help="prompts at a time (%(default)s)")
     parser.add_argument(
-        "--prompts", type=int, default=1000, help="number of prompts (default: %(default)s)"
+        "--budget", type=int, default=256, help="keys to keep per head (%(default)s)"
     )
     parser.add_argument(
-        "--kill-after", type=int, metavar="N", help="kill the command after N answers"
+        "--tokens", type=int, default=64, help="new tokens per prompt, at most (%(default)s)"
     )
-    options, more = parser.parse_known_args()
-    options.folder.mkdir(parents=True, exist_ok=True)
-    prompts, answers = options.folder / "prompts.jsonl", options.folder / "answers.jsonl"
-    write_prompts(prompts, options.prompts)
-    more = ["--rows", "16", "--heavy", "64", "--recent", "64", "--max-new-tokens", "24", *more]
-    start = time.perf_counter()
-    if options.kill_after is not None:
-        done = answer(prompts, answers, more, options.kill_after)
-        print(f"killed with {done} of {options.prompts} answers", flush=True)
-    done = answer(prompts, answers, more, None)
-    print(f"{done} of {options.prompts} answers in {time.perf_counter() - start:.0f} s: {answers}")
+    options = parser.parse_args()
+
+    prompts, answered = read_prompts(options.prompts), read_answered(options.answers)
+    missing = [prompt for prompt in prompts if json.dumps(prompt) not in answered]
+    print(f"{len(prompts) - len(missing)} of {len(prompts)} prompts have an answer already")
+    if not missing:
+        return
+    model, tokenizer = h2o.load_model(options.model)
+    results = h2o.generate_all(
+        model, [as_chat(prompt, tokenizer) for prompt in missing], budget=options.budget,
+        rows=options.rows, max_new_tokens=options.tokens, tokenizer=tokenizer, as_completed=True,
+    )  # fmt: skip
+    failed = 0
+    with options.answers.open("a", encoding="utf-8") as file:
+        for result in results:
+            prompt = missing[result.index]
+            if result.error is not None:
+                print(f"{prompt!r:.60}: {result.error}", file=sys.stderr)
+                failed += 1
+                continue
+            file.write(json.dumps({"prompt": prompt, "text": result.text}) + "\n")
+            file.flush()
+    if failed:
+        sys.exit(f"{failed} prompts failed. They have no answer, so the next run tries them again.")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ is in docs/reference/results.md.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import random
@@ -35,6 +36,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import h2o
+from h2o.hf.simulation.random_eviction import draw_ranks
 
 OBJECTS, NAMES, NUMBERS = 32, 128, 120
 BEGIN, ASK = 0, 1
@@ -197,21 +199,36 @@ def train(model: LlamaForCausalLM, path: Path, longest: int, updates: int, least
 
 
 def configs(keys: int, prompt: int) -> dict[str, h2o.H2OConfig]:
-    """The configs to compare, with `keys` keys per head for the tokens after the pinned prompt."""
+    """The configs to compare, with `keys` keys per head for the tokens after the pinned prompt. The
+    scores of "random" are replaced by `draw_scores`."""
     robust = h2o.H2OConfig.robust(keys)
     made = {
         "authors": h2o.H2OConfig.authors(keys),
         "robust": robust,
         "echo": h2o.H2OConfig.echo(keys),
-        "random": dataclasses.replace(robust, score_by="random", value_weighted=False),
+        "random": dataclasses.replace(robust, score_by="sum", value_weighted=False),
     }
     return {name: dataclasses.replace(x, heavy=x.heavy + prompt) for name, x in made.items()}
 
 
-def right(model: Any, ids: Tensor, n: int, config: h2o.H2OConfig) -> list[float]:
+def draw_scores(cache: h2o.H2OCache, n: int) -> None:
+    """Replace the scores of all keys after a pinned prompt of n tokens by random ones. A key always
+    gets the same score, far above the attention that the next token adds to it."""
+    for number, layer in enumerate(cache.layers):
+        positions, scores = layer.slots.positions, layer.slots.scores
+        drawn = 1e6 * draw_ranks(positions, torch.arange(positions.shape[1])[:, None], number)
+        scores.copy_(torch.where(positions < n, scores, drawn))
+
+
+def right(
+    model: Any, ids: Tensor, n: int, config: h2o.H2OConfig, is_random: bool = False
+) -> list[float]:
     """Shares of the questions that are answered correctly, by kind."""
     cache = h2o.H2OCache(model, config, pinned="prompt")
-    with torch.no_grad():
+    with contextlib.ExitStack() as stack, torch.no_grad():
+        if is_random:
+            hook = model.register_forward_hook(lambda *_: draw_scores(cache, n))
+            stack.callback(hook.remove)
         out = model.generate(
             ids[:, :n],
             attention_mask=torch.ones(len(ids), n, dtype=torch.long),
@@ -259,7 +276,7 @@ def main() -> None:
         rows += [(name, keys, config) for name, config in configs(keys, n).items()]
     results: dict[tuple[str, int], list[float]] = {}
     for name, keys, config in rows:
-        shares = results[name, keys] = right(model, ids, n, config)
+        shares = results[name, keys] = right(model, ids, n, config, name == "random")
         cells = zip(shares, KINDS, strict=True)
         shown = "  ".join(f"{share:{len(kind)}.2f}" for share, kind in cells)
         print(f"{name:8s} {keys:5d}  {shown}", flush=True)

@@ -44,8 +44,6 @@ def main() -> None:
             passes.clear()
             cache = h2o.H2OCache(model.config, config, prompt_length=n)
             more = {"prompt_lookup_num_tokens": lookup} if lookup else {}
-            if lookup:
-                cache.activate_past_recording()  # since transformers 5.16 generate() does this
             start = time.perf_counter()
             out = model.generate(
                 **inputs,

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import cache_utils
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.output_capturing import _active_collector
 
@@ -69,8 +68,8 @@ def cache_position(model: nn.Module) -> int:
 # ---- generate() ----------------------------------------------------------------------------------
 
 PREPARE_CACHE = "_prepare_cache_for_generation"
-"""Method of GenerationMixin that creates the cache for `generate()`. Its parameters from 5.4 to
-5.24: (generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)."""
+"""Method of GenerationMixin that creates the cache for `generate()`. Its parameters up
+to 5.24: (generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)."""
 
 PREPARE_PROCESSORS = "_get_logits_processor"
 """Method of GenerationMixin that creates the logits processors for `generate()`."""
@@ -79,7 +78,7 @@ PREPARE_PROCESSORS = "_get_logits_processor"
 def known_prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
     """Length of the prompt, before `generate()` appends a draft; None if unknown.
 
-    Since about 5.17 transformers drops a mask of ones and stores its number of columns.
+    transformers drops a mask of ones and stores its number of columns.
     """
     mask = model_kwargs.get("attention_mask")
     if mask is not None and mask.ndim == 2:
@@ -90,10 +89,6 @@ def known_prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) ->
 def compile_everywhere(compile_config: Any) -> None:
     """Make `generate()` compile on CPUs too. A version without the attribute ignores it."""
     compile_config._compile_all_devices = True
-
-
-CROPS_TO_LENGTH = accepts(DynamicCache.crop, "max_length")
-"""Whether `Cache.crop` expects the length to keep, as before 5.16, unless it is negative."""
 
 
 # ---- Attention functions -------------------------------------------------------------------------
@@ -169,22 +164,6 @@ def model_class(auto: Any, config: Any) -> Any:
     return classes[0] if isinstance(classes, tuple) else classes
 
 
-def constructor_of(module_class: Any) -> Callable[..., None]:
-    """`__init__` of a module class. Up to 5.15 transformers' decorator `use_kernelized_func` hides
-    its parameters; this function unwraps it."""
-    function = module_class.__init__
-    while inspect.isfunction(function):
-        inner = inspect.getclosurevars(function).nonlocals.get("orig_init")
-        if inner is None:
-            break
-        function = inner
-    return function
-
-
-HYBRIDS = hasattr(cache_utils.Cache, "get_conv_state")
-"""Whether models call their cache before they use a layer's states (since 5.21). Before 5.21 a pass
-interrupted between such layers would go unnoticed, so models with states are not supported."""
-
 SHARES_KEYS = hasattr(cache_utils, "KVSharingDict")
 """Whether keys are passed from layer to layer in a dict (since 5.23). Before 5.23 models with
 shared keys are not supported."""
@@ -194,25 +173,13 @@ class Absent:
     """Stand-in for a class of cache layers that this version of transformers lacks."""
 
 
-def _layer_class(name: str) -> Any:
-    return getattr(cache_utils, name, Absent) if HYBRIDS else Absent
+LAYER_TYPES: dict[str, Any] = cache_utils.DYNAMIC_LAYER_TYPE_MAPPING
+"""Cache layer class for each entry of a config's `layer_types`."""
 
-
-StatesLayer = _layer_class("LinearAttentionLayer")
-StatesAndKeysLayer = _layer_class("LinearAttentionAndFullAttentionLayer")
-StatesAndWindowLayer = _layer_class("LinearAttentionAndSlidingWindowAttentionLayer")
-EmptyLayer = _layer_class("DummyLayer")
-
-LAYER_TYPES: dict[str, Any] = getattr(
-    cache_utils,
-    "DYNAMIC_LAYER_TYPE_MAPPING",
-    {
-        "full_attention": DynamicLayer,
-        "sliding_attention": DynamicSlidingWindowLayer,
-        "chunked_attention": DynamicSlidingWindowLayer,
-    },
-)
-"""Cache layer class for each entry of a config's `layer_types`. The fallback is that of 5.4."""
+StatesLayer = cache_utils.LinearAttentionLayer
+StatesAndKeysLayer = cache_utils.LinearAttentionAndFullAttentionLayer
+StatesAndWindowLayer = cache_utils.LinearAttentionAndSlidingWindowAttentionLayer
+EmptyLayer = getattr(cache_utils, "DummyLayer", Absent)
 
 
 def window_of(layer: Any) -> Tensor | None:

@@ -1,8 +1,8 @@
-"""What h2o reads from the calls of transformers that are under way: the inputs of a forward pass.
+"""The inputs of a forward pass, which transformers does not tell a cache.
 
-transformers does not tell a cache which tokens a pass has. The functions of this module read the
-local variables of transformers' own functions on the stack. Each says which ones, and what happens
-in a version that lacks them.
+Code of h2o that calls a model tells the cache the inputs (`ModelCall.of`). For all other calls the
+functions of this module read the local variables of transformers' own functions on the stack. Each
+says which ones, and what happens in a version that lacks them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from h2o.compat import cache_in
+from h2o.model_identity import config_of
 
 
 def chunks_of_prompt() -> tuple[Any, list[int], Tensor | None] | None:
@@ -22,7 +23,7 @@ def chunks_of_prompt() -> tuple[Any, list[int], Tensor | None] | None:
     `generate(prefill_chunk_size=...)` prefills several chunks; otherwise None.
 
     A cache cannot tell a first chunk from a prompt. So this function reads the local variables of
-    `GenerationMixin._prefill`, which cuts the chunks in all versions from 5.4 to 5.24."""
+    `GenerationMixin._prefill`, which cuts the chunks in all versions from 5.21 to 5.24."""
     frame = None if torch.compiler.is_compiling() else inspect.currentframe()
     while frame is not None and frame.f_code.co_name != "_prefill":
         frame = frame.f_back
@@ -34,7 +35,7 @@ def chunks_of_prompt() -> tuple[Any, list[int], Tensor | None] | None:
     return (cache, chunks, mask) if len(chunks) > 1 else None
 
 
-class NewText(NamedTuple):
+class ModelCall(NamedTuple):
     """Inputs of a forward pass for its new tokens."""
 
     mask: Tensor | None
@@ -56,8 +57,19 @@ class NewText(NamedTuple):
     config: Any
     """The config for which the mask is made, that of the language model. None if unknown."""
 
+    @classmethod
+    def of(
+        cls, model: Any, ids: Tensor, mask: Tensor | None, positions: Tensor | None
+    ) -> ModelCall | None:
+        """A call with these input_ids, attention_mask and position_ids. None if the model gets no
+        position_ids, so that only the model knows them."""
+        if positions is None:
+            return None
+        config = config_of(model).get_text_config(decoder=True)
+        return cls(mask, _by_dimension(positions), True, False, ids, None, False, config)
 
-def new_text(cache: Any) -> NewText | None:
+
+def find_call(cache: Any) -> ModelCall | None:
     """The inputs of the forward pass whose mask is being made for a cache. transformers does not
     pass them to a cache, so they are read from its calls: "attention_mask" of the mask function,
     "position_ids" of forward(). None if no call has a mask, or a version names it differently.
@@ -91,7 +103,7 @@ def new_text(cache: Any) -> NewText | None:
     is_generated = "generate" in calls
     is_injected = embedded and given is None and is_generated and "_prefill" not in calls
     is_chosen = given is not None and not is_generated
-    return NewText(
+    return ModelCall(
         mask, _by_dimension(used), is_chosen, is_injected, ids, dropped,
         "_assisted_decoding" in calls, config,
     )  # fmt: skip

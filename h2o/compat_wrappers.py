@@ -4,6 +4,7 @@ transformers and torch."""
 
 from __future__ import annotations
 
+import functools
 import traceback
 from typing import Any
 
@@ -50,7 +51,7 @@ def inner_model(model: Any) -> Any:
     looks at their own modules only."""
     if (compiled := _inside_compile(model)) is not None:
         return compiled
-    if not any(x.__module__.partition(".")[0] == "peft" for x in type(model).__mro__):
+    if not _is_from(type(model), "peft."):
         return None
     own = _children(model)
     return own.get("base_model", own.get("model"))
@@ -134,7 +135,8 @@ def saved_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     passing = module._non_persistent_buffers_set
     buffers = module.named_buffers(recurse=False, remove_duplicate=False)
     parameters = module.named_parameters(recurse=False, remove_duplicate=False)
-    return [*parameters, *((name, x) for name, x in buffers if name not in passing)]
+    kept = [(name, x) for name, x in buffers if name not in passing]
+    return [*parameters, *kept]
 
 
 def packed_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -150,7 +152,7 @@ def packed_tensors(module: nn.Module) -> dict[str, Tensor]:
 def _torch_ao_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Weight and bias of a module in which torch.ao has packed them. torch.ao's layers have such a
     module inside."""
-    if not _is_from(module, "torch.ao.nn.") or any(module.children()):
+    if not _is_from(type(module), "torch.ao.nn.") or any(module.children()):
         return {}
     if hasattr(module, "_weight_bias"):
         parts = zip(("weight", "bias"), module._weight_bias(), strict=False)
@@ -161,7 +163,7 @@ def _torch_ao_tensors(module: nn.Module) -> dict[str, Tensor]:
 def _bitsandbytes_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Numbers and scales of a weight that bitsandbytes has quantized to 8 or 4 bits."""
     weight: Any = dict(module.named_parameters(recurse=False)).get("weight")
-    if weight is None or weight.is_meta or not _is_from(weight, "bitsandbytes."):
+    if weight is None or weight.is_meta or not _is_from(type(weight), "bitsandbytes."):
         return {}
     scales = getattr(weight, "SCB", None)
     if scales is None:  # the first forward pass moves them
@@ -204,9 +206,10 @@ def _four_bit_tensors(weight: Tensor, state: Any) -> dict[str, Tensor]:
     }
 
 
-def _is_from(thing: Any, package: str) -> bool:
-    """Whether the class of a thing, or a class that it extends, is from a package "name."."""
-    return any(x.__module__.startswith(package) for x in type(thing).__mro__)
+@functools.lru_cache(maxsize=1024)
+def _is_from(kind: type, package: str) -> bool:
+    """Whether a class, or one that it extends, is from a package "name."."""
+    return any(f"{x.__module__}.".startswith(package) for x in kind.__mro__)
 
 
 def peft_type(model: Any) -> str:
@@ -253,21 +256,10 @@ def accelerate_hooks(module: nn.Module) -> tuple[Any, ...]:
     return () if hook is None else tuple(getattr(hook, "hooks", (hook,)))
 
 
-def device_mesh(module: nn.Module) -> Any:
-    """The DeviceMesh of a tensor parallel module before transformers 5.11. None since then, because
-    parameters are DTensors with a mesh of their own."""
-    return getattr(module, "_hf_device_mesh", None)
-
-
 def mark_static_address(tensor: Tensor) -> None:
     """Tell torch.compile that a tensor's address does not change, so that CUDA graphs do not copy
     it."""
     torch._dynamo.mark_static_address(tensor)
-
-
-def mark_dynamic(tensor: Tensor, axis: int) -> None:
-    """Tell torch.compile that the length of an axis changes with every call."""
-    torch._dynamo.mark_dynamic(tensor, axis)
 
 
 def compile_errors() -> type[Exception]:

@@ -100,7 +100,7 @@ FIELDS: dict[str, Field] = {
         str, get_args(ScoreBy), None,
         "sum: all attention that a key has received; mean: attention per query that has seen the "
         "key; max: the largest from any query; mean-echo: mostly echo for keys of the prompt, then "
-        "the mean; random: a baseline for evaluation (%(default)s)",
+        "the mean; random: a baseline that is only simulated (%(default)s)",
     ),
     "decay": Field(
         float, None, "D",

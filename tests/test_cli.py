@@ -686,7 +686,6 @@ COMMANDS = (
         ("generate --compare full,h2o:0.1-0.1", "'0.1-0.1' is not an amount"),
         ("generate --profile no.json", "error: cannot read no.json: No such file"),
         (f"generate --profile {shlex.quote(__file__)}", "test_cli.py: is not a profile made"),
-        ("generate --prompts no.jsonl --output x", "--prompts: cannot read no.jsonl: No such file"),
         *[(f"{command} --model ''", "--model: is empty: name a model") for command in COMMANDS],
         ("eval --tasks copa --model ' '", "is empty: name a model, or leave --model out"),
         (f"calibrate --text {__file__} --output FOLDER.json", "FOLDER.json is a folder"),
@@ -779,15 +778,3 @@ def test_threads_do_not_wait_in_loops_unless_told(user, wanted, monkeypatch):
         monkeypatch.setenv(name, value)
     assert cli.main(["generate", "--prompt", " "]) == 1
     assert os.environ.get("GOMP_SPINCOUNT") == wanted
-
-
-def test_attention_that_was_not_summed(tiny, capsys):
-    """A random ranking sums no attention. JSON has no NaN, and a table is not helped by "nan%"."""
-    options = ["generate", "--model", tiny, "--prompt", PROMPT, "--max-new-tokens", "3"]
-    options += ["--heavy", "8", "--recent", "8", "--score-by", "random"]
-    assert cli.main([*options, "--json"]) == 0
-    out = capsys.readouterr().out
-    assert "NaN" not in out
-    assert json.loads(out)["runs"][0]["mass_evicted"] is None
-    assert cli.main([*options, "--compare"]) == 0
-    assert "nan" not in capsys.readouterr().out

@@ -337,6 +337,14 @@ def test_pictures_show_what_they_are_drawn_from():
         assert pictures.is_up_to_date(name, draw_rooms.figures(arrows)), name
 
 
+def test_models_lists_the_modes_that_cannot_be_combined():
+    """`python -m tools.draw_modes` writes the table."""
+    from tools import draw_modes
+
+    page = draw_modes.PAGE.read_text("utf-8")
+    assert page.count(draw_modes.BEGIN + draw_modes.table() + draw_modes.END) == 1
+
+
 def test_readme_has_the_figures_of_the_documents():
     """A row of a README table differs from the page it was copied from."""
     readme = (ROOT / "README.md").read_text("utf-8")

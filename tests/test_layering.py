@@ -400,7 +400,8 @@ def test_what_is_borrowed_from_inside_other_packages_stands_in_compat_files():
 
 
 def test_vllm_is_known_to_its_plugin():
-    """Only the plugin's files import vLLM, and only prompt_scoring.py there imports h2o.hf."""
+    """Only the plugin's files import vLLM, and only prompt_scoring.py there imports h2o.hf, beside
+    the table of modes, which needs neither torch nor transformers."""
     files = {
         f"h2o/vllm/{name}.py"
         for name in (
@@ -414,7 +415,13 @@ def test_vllm_is_known_to_its_plugin():
         )
     }
     assert importers("vllm") == files
-    knowing = {name for name in importers("h2o.hf") if name.startswith("h2o/vllm/")}
+    modes = "h2o/hf/modes.py"
+    assert modes not in importers("torch") | importers("transformers") | importers("vllm")
+    knowing = {
+        name
+        for name in importers("h2o.hf")
+        if name.startswith("h2o/vllm/") and IMPORTS[name] & {*sources("h2o/hf", ".py")} - {modes}
+    }
     assert knowing == {"h2o/vllm/prompt_scoring.py"}
 
 
@@ -603,7 +610,7 @@ def test_lines_of_json_end_at_line_ends():
         for name, text in {**PYTHON, **sources("examples", ".py")}.items()
         if "json.loads(" in text
     }
-    assert {"h2o/cli/prompts_file.py", "examples/many_machines.py"} <= set(reading)
+    assert {"examples/batch_job.py", "examples/many_machines.py"} <= set(reading)
     assert not [name for name, text in reading.items() if many.search(text)]
 
 

@@ -58,9 +58,7 @@ def format_figures(result: Comparison) -> list[str]:
         "KV cache of a full cache, MB": lambda run: f"{run.kv_bytes_full / 1e6:.1f}",
         "tokens held": lambda run: f"{run.tokens_held} ({run.tokens_held / run.tokens_seen:.0%})",
         "tokens evicted": lambda run: f"{run.tokens_evicted}",
-        "attention mass evicted": lambda run: (
-            "-" if run.mass_evicted is None else f"{run.mass_evicted:.1%}"
-        ),
+        "attention mass evicted": lambda run: f"{run.mass_evicted:.1%}",
     }
     rows = [[name, *map(of_run, result.runs)] for name, of_run in values.items()]
     return [

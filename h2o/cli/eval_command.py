@@ -20,7 +20,6 @@ from h2o.cli.cache_options import (
     parse_count,
     parse_name,
 )
-from h2o.cli.prompts_file import ROWS
 from h2o.errors import UserError
 from h2o.evaluation.facts import KINDS
 from h2o.evaluation.setting import GRAMMAR, Setting, from_options
@@ -225,7 +224,7 @@ def choose_text_task(args: argparse.Namespace, how: dict[str, Any]) -> list[str]
     metadata = {"file": f"{getattr(args, option)}"} | get_given(args, task.metadata)
     if "prompt_length" in metadata and protocol == "drop":
         how.pop("prompt_length")  # the task applies it to its windows, not the protocol
-    arguments = ["--batch_size", f"{ROWS}"] if args.summarize else []
+    arguments = ["--batch_size", "16"] if args.summarize else []
     if args.needle and args.limit is not None:  # counts texts of each length, depth and kind
         metadata["each"], args.limit = args.limit, None
     return ["--tasks", task.name, *arguments, "--metadata", json.dumps(metadata)]

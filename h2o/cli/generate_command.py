@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from h2o import models, packages
-from h2o.cli import prompts_file, texts
+from h2o.cli import texts
 from h2o.cli.cache_options import (
     PINS,
     add_cache_options,
@@ -52,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "without either option: a shipped article of 2100 tokens and a question about "
         "it")  # fmt: skip
     add("--chat", action=argparse.BooleanOptionalAction, help="wrap the prompt in the model's chat "
-        "template. Done by default if there is one, except for the texts of --prompts. With "
-        "--no-chat the model continues the prompt")  # fmt: skip
+        "template. Done by default if there is one. With --no-chat the model continues the "
+        "prompt")  # fmt: skip
     add("--system", metavar="TEXT", help="text of the chat's system message")
     add("--chat-template-kwargs", type=parse_template_kwargs, default={}, metavar="JSON",
         help="arguments of the chat template, such as '{\"enable_thinking\": false}', or tools and "
@@ -72,7 +72,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--compile", action="store_true", help="compile the decode step first (except the full "
         "cache's), which takes a minute or two and needs a C++ compiler")  # fmt: skip
     add("--json", action="store_true", help="print one JSON object and nothing else")
-    prompts_file.add_arguments(parser)
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -84,18 +83,16 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         if not setting.is_cache:
             parser.error(f"argument --compare: {setting.why_no_cache}")
     if options.system is not None:
-        if not (options.chat or (options.chat is None and options.prompts is None)):
+        if options.chat is False:
             parser.error("argument --system: requires --chat")
         options.chat = True
     if options.chat_template_kwargs:
         if options.chat is False:
             parser.error("argument --chat-template-kwargs: cannot be combined with --no-chat")
-        if options.prompts is None:
-            options.chat = True
-    if options.pin == "system" and options.system is None and options.prompts is None:
+        options.chat = True
+    if options.pin == "system" and options.system is None:
         parser.error("argument --pin: system requires --system TEXT")
     options.document = None
-    prompts_file.check(parser, options)
     if options.prompt_file is not None:
         options.document = texts.read(parser, "--prompt-file", options.prompt_file)
     try:
@@ -124,8 +121,6 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Run the command and return its exit code. Raises: UserError."""
     from h2o.cli import comparison
 
-    if options.prompts is not None:
-        return prompts_file.run(options)
     result = generate(options)
     asked = (QUESTION, FACT) if is_shipped(options) else ()
     if options.json:

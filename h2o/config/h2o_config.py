@@ -80,7 +80,7 @@ class H2OConfig(Presets):
     any one query and head. "mean-echo": the mean, with most of a prompt's attention redistributed
     to the keys that the prompt's own queries find at later positions (the plain mean where
     positions are not rotary or are cache-relative; the report then says so). "random": a hash of
-    layer, head and position, a baseline for evaluation."""
+    layer, head and position, a baseline that is only simulated."""
     decay: float = 1.0
     """Factor in [0, 1] by which a score shrinks with each further token. 1 is H2O; 0 ranks by the
     last query alone."""
@@ -371,7 +371,7 @@ def resolve_config(
     h2o_config: H2OConfig | None, parameters: ConfigFields, function: Any
 ) -> H2OConfig:
     """The config that a caller of `function` gave as an object or as keywords."""
-    others = inspect.unwrap(function).__kwdefaults__  # its own keyword-only parameters
+    others = inspect.getfullargspec(inspect.unwrap(function)).kwonlyargs
     names = dict.fromkeys([*PARAMETERS, *others, "h2o_config"])
     check_names(parameters.keys() - {*PARAMETERS}, [*names])
     if h2o_config is None:

@@ -8,7 +8,6 @@ the first new token.
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -49,9 +48,8 @@ class Run:
     tokens_held: int
     """Number of keys in each layer and key/value head, or the mean if the numbers differ."""
     tokens_evicted: int
-    mass_evicted: float | None
-    """Share of all attention that evicted keys had received, 0 to 1; None if it was not summed, as
-    with `score_by="random"`."""
+    mass_evicted: float
+    """Share of all attention that evicted keys had received, 0 to 1."""
 
 
 class Times(NamedTuple):
@@ -251,5 +249,5 @@ def _cache_facts(cache: Any) -> dict[str, Any]:
         "tokens_seen": seen,
         "tokens_held": held,
         "tokens_evicted": seen - held,
-        "mass_evicted": None if math.isnan(mass) else mass,
+        "mass_evicted": mass,
     }

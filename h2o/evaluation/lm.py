@@ -56,9 +56,6 @@ POLICY = ("variant", *PARAMETERS)
 OWN = (*POLICY, "protocol", "prompt_length", "h2o_config")
 """Arguments of the model "h2o". All others go to transformers."""
 
-GENERATES = "generates text, which cannot be simulated: use protocol=drop"
-"""Why a task has no answers under protocol=simulate"""
-
 CUT_TEXT = {"drop": "context", "read": "document"}
 """The text that a real cache cuts, by protocol."""
 
@@ -148,15 +145,16 @@ class H2OLM(HFLM):
         if protocol != "simulate":
             check_no_tuned_prompt(self.model, f"protocol={protocol}")
         if protocol != "simulate" or setting.variant != "full":
-            check_supported(self.model, setting.config)
-        wanted = self._attention_before if protocol == "simulate" else "h2o"
+            check_supported(self.model, setting.config, simulates=True)
+        self.simulates = protocol == "simulate" or setting.is_random
+        wanted = self._attention_before if self.simulates else "h2o"
         if compat.attention_name(self.model.config) != wanted:
             switch(self.model, wanted)
         self.angles = LengthDependentRope(self.model)
         self.setting, self.protocol = setting, protocol
         self.prompt_length = prompt_length
-        simulates = protocol == "simulate"
-        self.ratio_of = protocols.fractions_of(prompt_length) if simulates else "prompt"
+        is_text = protocol == "simulate"
+        self.ratio_of = protocols.fractions_of(prompt_length) if is_text else "prompt"
         self.tally, self.is_counting = Tally(), False
 
     def describe(self) -> dict[str, Any]:
@@ -318,20 +316,29 @@ class H2OLM(HFLM):
             requests = [(None, *pair) for pair in batch]
             return super()._loglikelihood_tokens(requests, True, override_bs=len(batch))
         with self.begin_forward():
-            if self.protocol == "simulate":
-                logits = protocols.simulate(
-                    self.model,
-                    batch,
-                    h2o_config=self.setting.config,
-                    masks=MASKS.get(self.setting.variant),
-                    prompt_length=self.prompt_length,
-                    ratio_of=self.ratio_of,
-                )
+            if self.simulates:
+                logits = self.simulate(batch, [len(self._split_prompt(x)[0]) for x, _ in batch])
             else:
                 *prompts, cache = self._prompts([context for context, _ in batch])
                 answers = [continuation for _, continuation in batch]
                 logits = protocols.by_cache(self.model, prompts, answers, cache)
         return [self._score(x, tokens) for x, (_, tokens) in zip(logits, batch, strict=True)]
+
+    def simulate(self, pairs: Sequence[Pair], documents: Sequence[int]) -> list[Tensor]:
+        """Logits [tokens, vocabulary] of each continuation, by a simulation of the setting.
+
+        Args:
+            documents: number of tokens before the first eviction in each row, unless the protocol
+                is "simulate", which has a number of its own.
+        """
+        return protocols.simulate(
+            self.model,
+            pairs,
+            h2o_config=self.setting.config,
+            masks=MASKS.get(self.setting.variant),
+            prompt_length=self.prompt_length if self.protocol == "simulate" else documents,
+            ratio_of=self.ratio_of,
+        )
 
     def _split_prompt(self, prompt: list[int]) -> tuple[list[int], list[int]]:
         """Split a prompt into the document, after which the cache is cut, and the question."""
@@ -370,9 +377,9 @@ class H2OLM(HFLM):
         self, context: Tensor, max_length: int, *args: Any, **kwargs: Any
     ) -> Tensor:
         self.angles.forget()
+        if why := why_no_text(self.setting, self.protocol):
+            raise ValueError(f"this task {why}")
         if self.protocol == "simulate":
-            if self.setting.variant != "full":
-                raise ValueError(f"this task {GENERATES}")
             return super()._model_generate(context, max_length, *args, **kwargs)
         columns, mask = context.shape[1], kwargs.pop("attention_mask")
         texts = [ids[real.bool()].tolist() for ids, real in zip(context, mask, strict=True)]
@@ -384,6 +391,15 @@ class H2OLM(HFLM):
         more = ids.shape[1] - columns  # padding between documents and questions
         tokens = super()._model_generate(ids.to(context.device), max_length + more, *args, **kwargs)
         return tokens[:, more:]
+
+
+def why_no_text(setting: Setting, protocol: str) -> str:
+    """Why a setting has no answers to tasks that generate text; empty if it has."""
+    if setting.is_random:
+        return f"generates text, which needs a cache: leave out {setting.name}, which is simulated"
+    if protocol == "simulate" and setting.variant != "full":
+        return "generates text, which cannot be simulated: use protocol=drop"
+    return ""
 
 
 def _check_spelling(names: Iterable[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,24 +13,28 @@ from h2o.kv_dtype import stored_bytes
 from h2o.model_identity import config_of, describe, latent_row
 
 
-def check_fit(settings: Sequence[Setting], model: Any, *, full_cache: bool = False) -> None:
+def check_fit(
+    settings: Sequence[Setting], model: Any, *, full_cache: bool = False, simulates: bool = False
+) -> None:
     """Check that a model supports the settings. `model` may be the model's own config.
 
     Args:
         full_cache: whether "full" is an `H2OCache` too, instead of transformers' own cache.
+        simulates: whether random eviction is simulated, instead of raising an error.
 
     Raises: UserError with the name of the first setting that the model does not support.
     """
     for setting in settings:
         if full_cache or setting.variant != "full":
             try:
-                check_supported(model, setting.config)
+                check_supported(model, setting.config, simulates=simulates)
             except (TypeError, ValueError) as error:
                 raise UserError(f"{setting.name}: {error}") from error
 
 
-def check_supported(model: Any, h2o_config: H2OConfig) -> None:
+def check_supported(model: Any, h2o_config: H2OConfig, *, simulates: bool = False) -> None:
     """Check that a model, or a model with this config, supports a cache with a config of h2o.
+    `simulates` is as for `check_fit`.
 
     Raises: `UnsupportedError` for a model that h2o does not support, at all or with this config;
     ValueError for a profile of another model, or a `kv_dtype` that does not fit the model's head
@@ -51,6 +56,8 @@ def check_supported(model: Any, h2o_config: H2OConfig) -> None:
             "of AttentionInterface"
         )
     fitted = h2o_config.for_model(model)
+    if simulates and fitted.score_by == "random":  # its budgets are those of any cache
+        fitted = dataclasses.replace(fitted, score_by="sum")
     H2OCache(config, fitted)
     if head := latent_row(config) or describe(config).get("head_dim"):
         stored_bytes(fitted.kv_dtype, head)

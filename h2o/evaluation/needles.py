@@ -232,6 +232,12 @@ def find_facts(lm: Any, document: torch.Tensor, asked: Asked) -> list[bool]:
     The answer's own tokens are fed. As long as each is the greedy choice, this is the same as
     decoding. Each question is asked with a cache that holds the document only.
     """
+    if lm.simulates:
+        context, n = document[0].tolist(), document.shape[1]
+        pairs = [(context + x[0].tolist(), y[0].tolist()) for x, y in asked]
+        with lm.begin_forward():
+            each = [lm.simulate([pair], [n])[0] for pair in pairs]
+        return [x.argmax(-1).tolist() == y for x, (_, y) in zip(each, pairs, strict=True)]
     with lm.begin_forward():
         read = protocols.read_documents(
             lm.model, lm.setting, document, torch.ones_like(document), lm.tokenizer

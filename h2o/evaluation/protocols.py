@@ -8,6 +8,9 @@
 - "read": as "drop", but the cache is cut before the question of the prompt
   (`h2o.evaluation.questions`), as if the document had been prefilled before anyone asked.
 
+Random eviction, a baseline that no cache has, is simulated in all protocols. The context, or the
+document in it, is then the prompt of the simulation.
+
 Rows are padded with a mask and have their own budgets, so results do not depend on batches.
 """
 
@@ -22,6 +25,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from h2o.compat import with_cache
+from h2o.compat_calls import ModelCall
 from h2o.evaluation.published_masks import MASKS
 from h2o.evaluation.setting import Setting
 from h2o.hf.cache.cache import H2OCache
@@ -203,16 +207,12 @@ def by_cache(
     logits = []
     steps = ((t, t + 1) for t in range(longest, ids.shape[1]))
     for start, stop in [(cache.get_seq_length(), longest), *steps]:
-        logits.append(
-            run_forward(
-                model,
-                1,
-                ids[:, start:stop],
-                mask[:, :stop],
-                position_ids=positions[:, start:stop],
-                **with_cache(cache),
-                use_cache=True,
+        new = ids[:, start:stop], mask[:, :stop], positions[:, start:stop]
+        with cache.guard.telling(ModelCall.of(model, *new)):
+            logits.append(
+                run_forward(
+                    model, 1, *new[:2], position_ids=new[2], **with_cache(cache), use_cache=True
+                )
             )
-        )
     stacked = torch.cat(logits, dim=1)
     return [stacked[row, : len(tokens)] for row, tokens in enumerate(continuations)]

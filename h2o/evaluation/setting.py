@@ -35,7 +35,8 @@ robust:BUDGET           H2OConfig.robust(BUDGET)
 echo:BUDGET             H2OConfig.echo(BUDGET)
 calibrated:BUDGET       H2OConfig.calibrated(BUDGET), with --profile or the one that comes with h2o
 reread:BUDGET           H2OConfig.robust(BUDGET) after two readings of the document (needles, tasks)
-random:BUDGET           sinks and recent keys as in robust, the others at random: a baseline
+random:BUDGET           sinks and recent keys as in robust, the others at random: a baseline,
+                        always simulated
 authors-bytes:BUDGET    H2OConfig.authors(BUDGET, budget_unit="bytes"); likewise for each preset,
                         reread and random
 mask-local:HEAVY+RECENT   the authors' lm-eval masks for OPT and GPT-NeoX (simulation only)
@@ -97,6 +98,12 @@ class Setting:
         """Error text for commands that need `is_cache`."""
         why = "reads twice, for needles and tasks" if self.reads_twice else "a mask, not a cache"
         return f"{self.name}: {why}"
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the setting evicts keys at random, a baseline that no cache has. It is simulated
+        in every protocol."""
+        return self.config.score_by == "random"
 
     @property
     def sees_future(self) -> bool:

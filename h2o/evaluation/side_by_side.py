@@ -22,7 +22,7 @@ from lm_eval.utils import sanitize_model_name
 
 from h2o.errors import UserError
 from h2o.evaluation.cache_bytes import bytes_share
-from h2o.evaluation.lm import GENERATES, H2OLM, POLICY
+from h2o.evaluation.lm import H2OLM, POLICY, why_no_text
 from h2o.evaluation.model_fit import check_fit
 from h2o.evaluation.protocols import (
     CONTEXT_REMEDY,
@@ -110,13 +110,13 @@ def compare(
     common = {x: getattr(config, x) for x in ("batch_size", "max_batch_size", "device")}
     with readable_errors():
         lm = H2OLM.create_from_arg_obj(config.model_args | {"variant": "full"}, common)
-    check_fit(settings, lm.model, full_cache=protocol != "simulate")
+    check_fit(settings, lm.model, full_cache=protocol != "simulate", simulates=True)
     with readable_errors():
         tasks = manager.load(config.tasks)["tasks"]
-    if protocol == "simulate" and any(setting.variant != "full" for setting in settings):
-        for name, task in tasks.items():
-            if task.OUTPUT_TYPE == "generate_until":
-                raise UserError(f"task {name} {GENERATES}")
+    for name, task in tasks.items():
+        for setting in settings:
+            if task.OUTPUT_TYPE == "generate_until" and (why := why_no_text(setting, protocol)):
+                raise UserError(f"task {name} {why}")
     origin = provenance(lm.model, lm.tokenizer, pretrained)
     origin |= {"model_args": config.model_args, "max_length": lm.max_length}
     measured: dict[Setting, Measured] = {}

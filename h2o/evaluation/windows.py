@@ -113,7 +113,7 @@ def answer(lm: Any, window: list[int], prompt_length: int) -> tuple[float, int]:
     lm.count_text(protocols.fraction_base(len(window), prompt_length))
     if lm.is_counting:
         return 0.0, len(window)
-    measure = by_simulation if lm.protocol == "simulate" else by_cache
+    measure = by_simulation if lm.simulates else by_cache
     ids = torch.tensor([window], dtype=torch.long, device=lm.device)
     with lm.begin_forward():
         loss = measure(lm.model, ids, lm.setting, prompt_length)

@@ -18,6 +18,7 @@ from enum import Enum
 
 from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
+from h2o.kv_dtype import stored_bytes
 
 
 class Mode(str, Enum):
@@ -29,7 +30,7 @@ class Mode(str, Enum):
     HYBRID = "a model with recurrent states"
     WINDOWS = "a model with sliding windows"
     LATENT = "multi-head latent attention"
-    SHARED_KEYS = "layers that attend to others' keys"
+    SHARED_KEYS = "layers that attend to the keys of others"
     IMAGES = "images in the prompt"
     TENSOR_PARALLEL = "a model that is cut over several processes"
     # settings
@@ -38,7 +39,7 @@ class Mode(str, Enum):
     ECHO = 'score_by="mean-echo"'
     RANDOM = 'score_by="random"'
     BITS = "kv_dtype"
-    FEW_BITS = 'kv_dtype="int8-int4"'
+    FEW_BITS = "a kv_dtype that stores keys and values differently"
     CACHE_RELATIVE = 'positions="cache_relative"'
     PINS = "pinned"
     TRACE = "trace=True"
@@ -66,10 +67,17 @@ class Mode(str, Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Refused:
-    """The pair raises an `UnsupportedError` (or the documented error of its call) with this text,
-    before anything changes."""
+    """The pair raises an error with `reason` before anything changes: an `UnsupportedError`, or the
+    documented error of the call."""
 
-    reason: str
+    first: Mode
+    second: Mode
+    why: str
+    """Why, and what to do instead"""
+
+    @property
+    def reason(self) -> str:
+        return f"{self.first} cannot be combined with {self.second}: {self.why}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,15 +104,43 @@ Cell = Refused | Apart | Tested | Untested
 PROGRAMS = "tests/hf/test_random_programs.py"
 """The random programs"""
 
+COUNTS_PADDING = (
+    "this model's sliding windows or states would count it as text. Pad on the left "
+    '(tokenizer.padding_side = "left"), or give each row its own cache'
+)
+"""Also said of masks that a forward pass or a call gets"""
+
 M = Mode
 
 REFUSED: tuple[tuple[Mode, Mode, str], ...] = (
+    (
+        M.CACHE_RELATIVE,
+        M.SHARED_KEYS,
+        'the cache does not rotate the queries of later layers. Use positions="original"',
+    ),
+    (
+        M.CACHE_RELATIVE,
+        M.WINDOWS,
+        'windows keep their keys at original positions. Use positions="original"',
+    ),
+    (M.CACHE_RELATIVE, M.LATENT, 'only a part of a row is rotated. Use positions="original"'),
     (M.LATENT, M.FEW_BITS, 'keys and values share one row. Use kv_dtype="int8"'),
-    (M.LATENT, M.CACHE_RELATIVE, 'only a part of a row is rotated. Use positions="original"'),
-    (M.LATENT, M.RANDOM, "heads share their keys, so that none can draw its own"),
-    (M.COMPILED, M.WINDOWS, "their tensors grow with each step. Leave out compileable"),
-    (M.COMPILED, M.LATENT, "its steps are not captured. Leave out compileable"),
-    (M.COMPILED, M.SHARED_KEYS, "their steps are not captured. Leave out compileable"),
+    (
+        M.LATENT,
+        M.RANDOM,
+        "heads share their keys, so none can draw its own. Use H2OConfig.local(64)",
+    ),
+    (
+        M.COMPILED,
+        M.LATENT,
+        "a captured step has keys and values, and a latent is both. Leave out compileable",
+    ),
+    (
+        M.COMPILED,
+        M.SHARED_KEYS,
+        "later layers need a copy of the slots, which a graph has not. Leave out compileable",
+    ),
+    (M.COMPILED, M.WINDOWS, "the tensors of windows grow with each step. Leave out compileable"),
     (
         M.COMPILED,
         M.CACHE_RELATIVE,
@@ -117,18 +153,8 @@ REFUSED: tuple[tuple[Mode, Mode, str], ...] = (
         "recurrent states are sums over all tokens, from which no token can be removed. Call "
         "cache.fork() before you add tokens that you may have to remove",
     ),
-    (
-        M.GAPS,
-        M.WINDOWS,
-        'windows count it as text. Pad on the left (tokenizer.padding_side = "left"), or give '
-        "each row its own cache",
-    ),
-    (
-        M.GAPS,
-        M.HYBRID,
-        'states count it as text. Pad on the left (tokenizer.padding_side = "left"), or give '
-        "each row its own cache",
-    ),
+    (M.GAPS, M.WINDOWS, COUNTS_PADDING),
+    (M.GAPS, M.HYBRID, COUNTS_PADDING),
     (
         M.FROM_DYNAMIC,
         M.CACHE_RELATIVE,
@@ -144,7 +170,7 @@ REFUSED: tuple[tuple[Mode, Mode, str], ...] = (
     (
         M.REREADING,
         M.CACHE_RELATIVE,
-        "the repetition needs the document's keys at their own positions. Pass readings=1",
+        "both readings store keys at original positions. Pass readings=1",
     ),
     (
         M.GENERATE_ALL,
@@ -166,19 +192,23 @@ REFUSED: tuple[tuple[Mode, Mode, str], ...] = (
     (
         M.TENSOR_PARALLEL,
         M.SHARED_KEYS,
-        "each process would rank the shared keys by its own heads only. Load the whole model, "
-        "without tp_plan",
+        "no test has shown that each process finds the right keys. Load the whole model, without "
+        "tp_plan",
     ),
     (
         M.TENSOR_PARALLEL,
         M.REREADING,
         "the last cut compares the keys of all heads. Pass readings=1",
     ),
-    (M.VLLM, M.HYBRID, "the pages of states were not tested together with h2o's"),
-    (M.VLLM, M.LATENT, "its keys are not stored by head"),
-    (M.VLLM, M.SHARED_KEYS, "a page has the keys of its own layer"),
-    (M.VLLM, M.CACHE_RELATIVE, "keys come rotated"),
-    (M.VLLM, M.RANDOM, "it is a baseline for h2o eval"),
+    (
+        M.VLLM,
+        M.HYBRID,
+        "the pages of states were not tested together with h2o's. Use h2o.generate_all",
+    ),
+    (M.VLLM, M.LATENT, "pages store keys by head. Use h2o.generate_all"),
+    (M.VLLM, M.SHARED_KEYS, "a page has the keys of its own layer. Use an H2OCache"),
+    (M.VLLM, M.CACHE_RELATIVE, 'keys come rotated. Use positions="original"'),
+    (M.VLLM, M.RANDOM, "it is a baseline. Use h2o eval"),
 )
 """Pairs that raise an error: (mode, other mode, why, and what to do instead)."""
 
@@ -247,9 +277,7 @@ def _cells() -> dict[frozenset[Mode], Cell]:
     }
     for rows, kind in ((APART, Apart), (TESTED, Tested)):
         cells |= {frozenset((a, b)): kind(text) for a, others, text in rows for b in others}
-    for a, b, reason in REFUSED:
-        cells[frozenset((a, b))] = Refused(f"{a} cannot be combined with {b}: {reason}")
-    return cells
+    return cells | {frozenset(row[:2]): Refused(*row) for row in REFUSED}
 
 
 PAIRS = _cells()
@@ -259,8 +287,13 @@ PAIRS = _cells()
 def refusal(modes: Iterable[Mode]) -> str:
     """Why these modes cannot be combined, with what to do instead; "" if they can."""
     asked = {*modes}
-    pairs = (frozenset((a, b)) for a, b, _ in REFUSED)
-    return next((PAIRS[pair].reason for pair in pairs if pair <= asked), "")
+    return next((Refused(*row).reason for row in REFUSED if {*row[:2]} <= asked), "")
+
+
+def why_not(mode: Mode, others: Iterable[Mode]) -> str:
+    """The reason of `refusal` alone, for a mode with one of the others; "" if there is none."""
+    asked = {*others}
+    return next((why for *pair, why in REFUSED if mode in pair and asked & {*pair} - {mode}), "")
 
 
 def check_modes(modes: Iterable[Mode]) -> None:
@@ -270,15 +303,18 @@ def check_modes(modes: Iterable[Mode]) -> None:
 
 
 def config_modes(config: H2OConfig) -> frozenset[Mode]:
-    """The modes that a config asks for. `config` is one for a model (`H2OConfig.for_model`)."""
+    """The modes that a config asks for. What "auto" and "shipped" stand for is known of a config
+    for a model only (`H2OConfig.for_model`)."""
     layers = (x for x in (config.heavy, config.recent) if not isinstance(x, int | float))
+    is_known = config.kv_dtype not in (None, "auto")
+    differ = is_known and len({*stored_bytes(config.kv_dtype, 32)}) > 1
     asked = {
         M.HEAD_BUDGETS: any(layers) or config.head_shares is not None,
         M.SHARED_BUDGET: config.shares_by_echo,
         M.ECHO: config.score_by == "mean-echo",
         M.RANDOM: config.score_by == "random",
-        M.BITS: config.kv_dtype == "int8",
-        M.FEW_BITS: config.kv_dtype == "int8-int4",
+        M.BITS: config.kv_dtype is not None and not differ,
+        M.FEW_BITS: differ,
         M.CACHE_RELATIVE: config.positions == "cache_relative",
     }
     return frozenset(mode for mode, holds in asked.items() if holds)

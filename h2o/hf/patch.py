@@ -33,6 +33,8 @@ from h2o.hf.attention.attention_switch import CHANGING, AttentionSwitch
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.layers.cache_relative_variant import zero_positions
 from h2o.hf.model_traits.wrappers import check_pins, generating_part, input_device, unwrap
+from h2o.hf.modes import Mode, check_modes, config_modes
+from h2o.hf.support import model_modes
 from h2o.model_identity import config_of
 from h2o.utils.with_block import with_block
 
@@ -73,8 +75,9 @@ class Patch:
 
     def __post_init__(self) -> None:
         self.switch = AttentionSwitch("patched" if self.is_block else "enabled", "h2o")
-        pins = self.make_cache().guard.pins  # raises for a model that h2o does not support
-        self.settings, self.cache = (self.config, pins, self.options["trace"]), None
+        cache = self.make_cache()  # raises for a model that h2o does not support
+        check_modes({Mode.PATCHED, *config_modes(cache.config), *model_modes(self.model)})
+        self.settings, self.cache = (self.config, cache.guard.pins, self.options["trace"]), None
 
     @property
     def is_active(self) -> bool:
@@ -185,7 +188,6 @@ class PatchStack:
         assisted = GenerationMode.ASSISTED_GENERATION in (*args, *kwargs.values())
         if assisted:  # the first forward pass is the prompt and a draft
             cache = patch.make_cache(compat.known_prompt_length(generation_config, model_kwargs))
-            cache.activate_past_recording()  # transformers does so itself from 5.16 on
         else:
             cache = patch.make_cache()
             if generation_config.prefill_chunk_size is None:

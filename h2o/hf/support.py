@@ -12,23 +12,26 @@ import warnings
 from typing import Any, NamedTuple
 
 import transformers
+from torch import nn
 from transformers.cache_utils import CacheLayerMixin
 
 from h2o import compat
 from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention import BIDIRECTIONAL_IMAGES, has_bidirectional_images
-from h2o.hf.model_traits import latent_attention, shared_keys
+from h2o.hf.model_traits import latent_attention, shared_keys, tensor_parallel
 from h2o.hf.model_traits.layer_kinds import has_states, kind_of, layers_of, type_refusal
 from h2o.hf.model_traits.shared_keys import shared_key_layers
+from h2o.hf.modes import Mode, check_modes, config_modes, why_not
 from h2o.hf.prompt import echo_scorer
 from h2o.hf.rotary import model_rotary
-from h2o.kv_dtype import stored_bytes
 from h2o.model_identity import config_of, latent_row
 
 _PATTERN = "it gives its own attention pattern as a 4-D mask"
 
 _BIAS = "it adds a bias to the attention logits that depends on positions"
+
+_IMAGE_KEYS = "some of its layers cache the keys of images (cross attention): use DynamicCache"
 
 _LOOPS = "it runs its layers several times for each token, with a separate cache for each run"
 
@@ -45,6 +48,8 @@ _UNSUPPORTED_TYPES = {
     "inkling_text": _BIAS,
     "jetmoe": "it repeats all KV heads between cache and attention",
     "kosmos-2": _PATTERN,
+    "mllama": _IMAGE_KEYS,
+    "mllama_text_model": _IMAGE_KEYS,
     "minimax": "it accepts only its own class of cache",
     "paligemma": "its attention is bidirectional within the prompt (a prefix language model)",
     "xlstm": "it has a state instead of keys",
@@ -61,8 +66,8 @@ class Support:
     reason: str
     """Why the model is not supported; empty if it is."""
     layers: tuple[str, ...]
-    """Kind of each layer (`h2o.hf.model_traits.layer_kinds`): "h2o", "sliding", "states", "cross"
-    or "none"; empty if the model is not supported."""
+    """Kind of each layer (`h2o.hf.model_traits.layer_kinds`): "h2o", "sliding", "states" or
+    "none"; empty if the model is not supported."""
     not_cache_relative: str = ""
     """Why positions="cache_relative" is not supported, if the rest is; empty otherwise."""
     not_images: str = ""
@@ -96,7 +101,6 @@ class Support:
 _REST = {
     "sliding": "keep their own sliding window",
     "states": "have states instead of keys",
-    "cross": "attend to images",
     "none": "store nothing",
 }
 
@@ -144,53 +148,66 @@ class Traits(NamedTuple):
     """Later layers that attend to a layer's keys (`h2o.hf.model_traits.shared_keys`)"""
     not_cache_relative: str
     """Why keys cannot have cache-relative positions; empty if they can"""
+    modes: frozenset[Mode]
+    """The modes that the config shows"""
 
     @classmethod
     def of(cls, config: Any) -> Traits:
         """The traits of a model with this config."""
         text = config.get_text_config(decoder=True)
-        kinds = tuple(str(kind_of(layer)) for layer in layers_of(text))
+        layers = layers_of(text)
+        kinds = tuple(str(kind_of(layer)) for layer in layers)
+        latent = text.kv_lora_rank if latent_row(config) else 0
+        reused_by = shared_key_layers(config)
+        held = {
+            Mode.HYBRID: any(map(has_states, layers)),
+            Mode.WINDOWS: "sliding" in kinds,
+            Mode.LATENT: latent,
+            Mode.SHARED_KEYS: reused_by,
+        }
+        modes = frozenset(mode for mode, holds in held.items() if holds)
         return cls(
             config.model_type,
             kinds,
-            text.kv_lora_rank if latent_row(config) else 0,
-            shared_key_layers(config),
-            model_rotary.rotary_refusal(config, windows="sliding" in kinds) or "",
+            latent,
+            reused_by,
+            why_not(Mode.CACHE_RELATIVE, modes) or model_rotary.rotary_refusal(config) or "",
+            modes,
         )
 
 
-def setting_reasons(
-    traits: Traits, h2o_config: H2OConfig, *, trace: bool = False, compileable: bool = False
-) -> list[str]:
-    """Reasons why settings of an `H2OCache` cannot be combined with a model or with each other."""
-    relative, compiled = 'positions="cache_relative"', "compileable=True"
-    latents, shared = "multi-head latent attention", "layers that attend to others' keys"
-    drawn = 'score_by="random", a baseline,'
-    has_latents, has_shared = bool(traits.latent), bool(traits.reused_by)
-    is_relative = h2o_config.positions == "cache_relative"
-    is_drawn, kv_dtype = h2o_config.score_by == "random", h2o_config.kv_dtype
-    one_row = f'kv_dtype="{kv_dtype}": keys and values share one row; use "int8"'
-    windows, images = "sliding" in traits.kinds, "cross" in traits.kinds
-    pairs = (
-        (latents, one_row, has_latents and len(set(stored_bytes(kv_dtype, 32) or ())) > 1),
-        (latents, f"{relative}: only a part of a row is rotated", has_latents and is_relative),
-        (compiled, "layers with a sliding window, whose tensors grow", compileable and windows),
-        (compiled, "layers for images, whose keys transformers stores", compileable and images),
-        (compiled, f"{relative}, which looks angles up in each step", compileable and is_relative),
-        (compiled, "trace=True, whose record grows", compileable and trace),
-        (compiled, latents, compileable and has_latents),
-        (compiled, shared, compileable and has_shared),
-        (drawn, latents, is_drawn and has_latents),
-        (drawn, shared, is_drawn and has_shared),
-        (drawn, relative, is_drawn and is_relative),
-        (drawn, compiled, is_drawn and compileable),
-    )
-    reasons = [f"{what} cannot be combined with {other}" for what, other, holds in pairs if holds]
-    if is_relative and traits.not_cache_relative:
-        reasons.append(
-            f"{relative} does not support {traits.model_type}: {traits.not_cache_relative}"
+def model_modes(model: Any) -> frozenset[Mode]:
+    """The modes that a model, or its config, stands for. Only a model shows whether it is cut over
+    several processes.
+
+    Raises: as `transformers_layers`.
+    """
+    transformers_layers(model)
+    return Traits.of(config_of(model)).modes | split_modes(model)
+
+
+def split_modes(model: Any) -> frozenset[Mode]:
+    """`Mode.TENSOR_PARALLEL` if this process has only a part of a model's heads. Nothing for a
+    config, which does not show it."""
+    is_model = isinstance(model, nn.Module)
+    is_cut = is_model and tensor_parallel.part_of_heads(model) != tensor_parallel.WHOLE
+    return frozenset({Mode.TENSOR_PARALLEL} if is_cut else ())
+
+
+def check_settings(traits: Traits, h2o_config: H2OConfig, *more: Mode) -> None:
+    """Raise UnsupportedError if the settings of an `H2OCache` do not suit the model or each
+    other. `more`: the modes that the cache's other arguments ask for."""
+    if h2o_config.score_by == "random":
+        raise UnsupportedError(
+            f"{Mode.RANDOM} is a baseline that no cache has: measure it with "
+            'h2o.simulated(model, score_by="random") or h2o eval --compare full,random:0.2'
         )
-    return reasons
+    check_modes({*traits.modes, *config_modes(h2o_config), *more})
+    if h2o_config.positions == "cache_relative" and traits.not_cache_relative:
+        raise UnsupportedError(
+            f"{Mode.CACHE_RELATIVE} does not support {traits.model_type}: "
+            f"{traits.not_cache_relative}"
+        )
 
 
 def _model_classes(config: Any) -> list[Any]:

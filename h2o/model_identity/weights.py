@@ -33,7 +33,6 @@ def weights_of(model: Any) -> Iterator[Weight]:
     """Yield the weights of a model, or of one of its modules, sorted by name. Weights that
     accelerate keeps on disk are read one at a time."""
     from h2o.compat_wrappers import (
-        device_mesh,
         has_adapters,
         innermost_model,
         packed_tensors,
@@ -56,13 +55,12 @@ def weights_of(model: Any) -> Iterator[Weight]:
                 places[at_work[0]] = module, own, at_work[1]
     for name, (module, own, scale) in sorted(places.items()):
         tensor = _load(module, own)
-        is_shard = device_mesh(module) is not None or hasattr(tensor, "full_tensor")
-        yield Weight(name, tensor, is_shard, scale)
+        yield Weight(name, tensor, hasattr(tensor, "full_tensor"), scale)
 
 
 def is_of_adapter(name: str) -> bool:
     """Whether the weight with this name belongs to an adapter."""
-    return any(part.startswith(ADAPTER) for part in name.split("."))
+    return name.startswith(ADAPTER) or f".{ADAPTER}" in name
 
 
 def plain_tensors(name: str, value: Any, *, whole: bool) -> Iterator[tuple[str, Tensor]]:
@@ -97,6 +95,8 @@ def _name_and_scale(name: str, adapted: Mapping[str, Any]) -> tuple[str, float] 
     """(name without wrappers, scale) of a weight; None if it belongs to an inactive adapter."""
     from h2o.compat_wrappers import ADAPTED, adapter_fields, adapter_scale, applied_adapters
 
+    if not adapted:
+        return name, 1.0
     parts = name.split(".")
     kept, scale = list(parts), 1.0
     for index, part in enumerate(parts):

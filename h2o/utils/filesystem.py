@@ -66,33 +66,17 @@ def make_writable(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def lock(path: Path, *, waits: bool = True) -> Iterator[None]:
-    """Lock a file or folder against other processes that use this function.
+def lock(path: Path) -> Iterator[None]:
+    """Lock a file or folder against other processes that use this function, which wait.
 
     The lock is a hidden file next to it, which is not removed. If a process is killed, the system
     releases its lock.
-
-    Args:
-        waits: wait for a process that holds the lock, instead of raising an error.
-
-    Raises:
-        UserError: another process holds the lock, and `waits` is False.
     """
-    from filelock import FileLock, Timeout  # comes with torch, which profiles do not need
+    from filelock import FileLock  # comes with torch, which profiles do not need
 
     hidden = path.parent / f".{path.name}.lock"
-    held = FileLock(hidden, timeout=-1 if waits else 0)
-    with _name_in_errors(path, hidden):
-        try:
-            held.acquire()
-        except Timeout as error:
-            raise UserError(
-                f"another process is writing to {path}: wait until it ends, or name another file"
-            ) from error
-        try:
-            yield
-        finally:
-            held.release()
+    with _name_in_errors(path, hidden), FileLock(hidden):
+        yield
 
 
 @contextlib.contextmanager

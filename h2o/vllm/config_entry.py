@@ -9,6 +9,7 @@ from typing import Any
 
 from h2o.config import H2OConfig
 from h2o.config.profile import Profile
+from h2o.hf.modes import Mode, check_modes, config_modes
 from h2o.number_checks import is_integer
 
 WHOLE_PROMPTS = 2
@@ -41,17 +42,12 @@ def config_of_entry(
     config = _config(entry)
     if model is not None:
         config = _adapt_to_pages(config.for_model(model), model, can_divide_budget, buffers)
-    refused = {
-        'positions="cache_relative"': (config.positions == "cache_relative", "keys come rotated"),
-        'score_by="mean-echo" with prompts that are cut after each chunk': (
-            config.score_by == "mean-echo" and buffers == 0,
-            'a prompt\'s echo is known only at its end; use score_by="mean"',
-        ),
-        'score_by="random"': (config.score_by == "random", "it is a baseline for h2o eval"),
-    }
-    for what, (present, reason) in refused.items():
-        if present:
-            raise ValueError(f"{what} is not supported by h2o in vLLM: {reason}")
+    check_modes({Mode.VLLM, *config_modes(config)})
+    if config.score_by == "mean-echo" and buffers == 0:
+        raise ValueError(
+            'score_by="mean-echo" with prompts that are cut after each chunk is not supported by '
+            'h2o in vLLM: a prompt\'s echo is known only at its end; use score_by="mean"'
+        )
     return config
 
 

@@ -35,6 +35,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 
+from h2o.hf.modes import Mode, check_modes
 from h2o.vllm.connector import check_own, impls_of, set_up, stores_of
 from h2o.vllm.metrics import Meter
 from h2o.vllm.page_budget import example_keys
@@ -317,13 +318,14 @@ class H2OAttention(AttentionImpl[Planned]):
         refused = {
             "ALiBi": alibi_slopes is not None,
             "layers with a sliding window (which limits their keys already)": sliding_window,
-            "layers that share the keys of another": kv_sharing_target_layer_name,
             "learned sinks": sinks is not None,
             f"attention of the kind {kind.value}": kind != AttentionType.DECODER,
         }
         for what, present in refused.items():
             if present:
                 raise ValueError(f"h2o does not support {what} in vLLM")
+        if kv_sharing_target_layer_name:
+            check_modes({Mode.VLLM, Mode.SHARED_KEYS})
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype

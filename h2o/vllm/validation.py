@@ -15,6 +15,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor as ProcessorOfV1
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as ProcessorOfV2
 
 from h2o.config import H2OConfig
+from h2o.hf.modes import Mode, check_modes
 from h2o.packages import install_command
 from h2o.vllm.config_entry import config_of_entry, whole_prompts_of
 from h2o.vllm.page_budget import PageBudget
@@ -77,6 +78,8 @@ def check_supported(vllm_config: VllmConfig) -> None:
     cache, attention = vllm_config.cache_config, vllm_config.attention_config
     transfer, scheduler = vllm_config.kv_transfer_config, vllm_config.scheduler_config.scheduler_cls
     on_cpu, on_gpu = current_platform.is_cpu(), current_platform.is_cuda()
+    kinds = {Mode.HYBRID: model.is_hybrid, Mode.LATENT: model.use_mla}
+    check_modes({Mode.VLLM, *(mode for mode, holds in kinds.items() if holds)})
     reasons = {
         "platforms other than the CPU and NVIDIA GPUs": (
             not (on_cpu or on_gpu),
@@ -90,7 +93,6 @@ def check_supported(vllm_config: VllmConfig) -> None:
             on_gpu and has_windows(vllm_config),
             "these layers would use vLLM's own attention, which h2o supports on the CPU only",
         ),
-        "layers with states": (model.is_hybrid, "their pages were not tested together with h2o's"),
         "speculative decoding": (
             vllm_config.speculative_config,
             "rejected drafts would already have evicted keys",
@@ -103,7 +105,6 @@ def check_supported(vllm_config: VllmConfig) -> None:
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
             "all keys of a request are ranked together, on one rank",
         ),
-        "multi-head latent attention": (model.use_mla, "its keys are not stored by head"),
         f"--kv-cache-dtype {cache.cache_dtype}": (
             cache.cache_dtype not in ("auto", "float32", "float16", "bfloat16"),
             "set kv_dtype in the entry h2o",

@@ -154,7 +154,7 @@ def test_automatic_batch_size(tokenizer):
 # ---- The protocols -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", [*SETTINGS, "random:9", "random-bytes:0.4"])
 def test_drop_is_simulation_with_the_context_as_prompt(lm, tokenizer, setting):
     lm.use(parse(setting), "drop")
     dropped = numbers(lm)
@@ -320,6 +320,23 @@ def test_generation_goes_through_a_real_cache(lm, hflm):
     lm.use(parse("h2o:2+2"))
     with pytest.raises(ValueError, match="use protocol=drop"):
         lm.generate_until(tasks, disable_tqdm=True)
+    lm.use(parse("random:9"), "drop")
+    with pytest.raises(ValueError, match="needs a cache: leave out random:9, which is simulated"):
+        lm.generate_until(tasks, disable_tqdm=True)
+
+
+def test_random_eviction_begins_before_the_question(lm):
+    """Under protocol=read the question must be answered with the keys that are left of the
+    document, and a budget for all keys must change nothing."""
+    pairs = [(f"{context}\n{context}?", answer) for context, answer in PAIRS]
+    found = {}
+    for setting, protocol in (("full", "read"), ("random:400", "read"), ("random:9", "read"),
+                              ("random:9", "drop")):  # fmt: skip
+        lm.use(parse(setting), protocol)
+        found[setting, protocol] = numbers(lm, pairs)[0]
+    close(found["random:400", "read"], found["full", "read"])
+    assert not torch.allclose(found["random:9", "read"], found["full", "read"], atol=1e-2)
+    assert not torch.allclose(found["random:9", "read"], found["random:9", "drop"], atol=1e-2)
 
 
 # ---- Counting, tuned prompts, angles -----------------------------------------------------------

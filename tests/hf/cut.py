@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 from h2o import H2OCache, H2OConfig, Profile, analyze, calibrate, patched, simulated, supports
 from h2o.compat import CACHE, with_cache
-from tests.hf.tiny import CROPS_TO_LENGTH, batch, greedy, prompts
+from tests.hf.tiny import batch, greedy, prompts
 
 SHARES = [[1.0, 3.0, 2.0, 0.7], [0.6, 1.0, 1.5, 4.0]]
 CACHES = {
@@ -76,9 +76,7 @@ def everything(model, folder, profile):
     }.items():
         more = torch.cat([ids, *prompts(5)], dim=1).repeat(2 if name == "forked" else 1, 1)
         results[name] = greedy(model, {"input_ids": more}, 20, **with_cache(again)), kept(again)
-    # Recurrent states cannot be rolled back. Older versions of transformers draft only for models
-    # that have an end-of-sequence token.
-    if CROPS_TO_LENGTH or "states" in support.layers:
+    if "states" in support.layers:  # recurrent states cannot be rolled back
         return results
     cache = H2OCache(model.config, config)
     lookup = {CACHE: cache, "prompt_lookup_num_tokens": 3}

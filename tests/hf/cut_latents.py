@@ -14,7 +14,7 @@ from h2o import H2OCache, simulated
 from h2o.compat import with_cache
 from tests.hf import cut
 from tests.hf.cut import in_two_parts, kept, refused, taken_over
-from tests.hf.tiny import CROPS_TO_LENGTH, batch, greedy, prompts
+from tests.hf.tiny import batch, greedy, prompts
 
 CACHES = {
     **{name: cut.CACHES[name] for name in ("even", "fractions")},
@@ -48,7 +48,7 @@ def everything(model, folder):
     with torch.no_grad():
         model(ids, **with_cache(cache))
         model(prompts(9)[0], **with_cache(cache))
-    cache.crop(44 if CROPS_TO_LENGTH else -5)
+    cache.crop(-5)
     results["cropped"] = greedy(model, text, 20, **with_cache(cache)), kept(cache)
     return results
 

@@ -56,10 +56,6 @@ def _chat(model: Any, inputs: dict[str, Tensor], make: MakeCache) -> Tensor:
             kinds = turn["mm_token_type_ids"]
             text = kinds.new_zeros(B, ids.shape[1] - kinds.shape[1])
             turn["mm_token_type_ids"] = torch.cat([kinds, text], dim=1)
-        if "cross_attention_mask" in turn:  # older versions of transformers do not extend it
-            seen = turn["cross_attention_mask"]
-            last = seen[:, -1:].expand(-1, ids.shape[1] - seen.shape[1], -1, -1)
-            turn["cross_attention_mask"] = torch.cat([seen, last], dim=1)
     return _generate(model, turn, cache, max_new_tokens=8)
 
 

@@ -20,7 +20,7 @@ from transformers import (
 
 import h2o
 from h2o import H2OCache, H2OConfig, UnsupportedError, patched
-from h2o.compat import CACHE, CROPS_TO_LENGTH, with_cache
+from h2o.compat import CACHE, with_cache
 from h2o.evaluation.generation import time_tokens
 from tests.hf.tiny import greedy, prompts
 
@@ -152,7 +152,6 @@ def test_a_cache_is_not_left_out_in_silence(name):
         assert got.tolist() == greedy(ours, {"input_ids": text}, tokens, **full).tolist()
 
 
-@pytest.mark.skipif(CROPS_TO_LENGTH, reason="the model reads its newest token alone there")
 @pytest.mark.parametrize("name", PHIS)
 def test_patched_reads_the_text_anew_as_the_model_does(name):
     ours, (ids,) = phi(name), prompts(25)

@@ -12,8 +12,9 @@ from h2o.compat import with_cache
 from h2o.hf.document import compress
 from h2o.hf.document.cut_cache import LATER_RECENT, RECENT
 from h2o.hf.layers.layer import H2OLayer
-from h2o.hf.model_traits.layer_kinds import HYBRIDS
-from tests.hf.tiny import HYBRID, LATENT, WITH_STATES, batch, greedy, model, prompts, shared
+from h2o.hf.model_traits.shared_keys import SHARES_KEYS
+from tests.hf.test_rollback import remove
+from tests.hf.tiny import HYBRID, WITH_STATES, batch, greedy, model, prompts, shared
 
 REQUEST = torch.tensor([5, 9, 2])
 """Token ids that request the repetition."""
@@ -67,6 +68,11 @@ def positions(cache, row=0):
         for layer in cache.layers
         if isinstance(layer, H2OLayer)
     ]
+
+
+def positions_of_rows(cache):
+    """`positions` of each row."""
+    return [positions(cache, row) for row in range(cache.layers[0].kept().positions.shape[0])]
 
 
 @pytest.mark.parametrize("by_attention", [0.0, 0.5, 1.0])
@@ -135,11 +141,20 @@ def test_long_documents_are_read_and_repeated_in_pieces(monkeypatch):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_rows_of_a_batch_are_readings_of_their_own(side):
+@pytest.mark.parametrize(
+    "config",
+    [
+        H2OConfig(heavy=0.3, recent=0.2, min_tokens=0, kv_dtype="int8"),
+        H2OConfig(heavy=0.3, recent=0.2, min_tokens=0, score_by="mean-echo"),
+        H2OConfig(budget=0.5, min_tokens=0),
+    ],
+    ids=["bits", "echo", "shared budget"],
+)
+def test_rows_of_a_batch_are_readings_of_their_own(side, config):
     """With documents of several lengths and fractional budgets, each row must keep the keys that it
-    keeps alone."""
+    keeps alone, and answer a question like it. Padding on the right is then between tokens."""
     ours, documents = shared("llama"), prompts(70, 41, 58)
-    config = H2OConfig(heavy=0.3, recent=0.2, min_tokens=0, kv_dtype="int8")
+    (question,) = prompts(3, seed=3)
     padded = batch(documents, side)
     together = h2o.compress_document(
         ours,
@@ -149,9 +164,25 @@ def test_rows_of_a_batch_are_readings_of_their_own(side):
         readings=2,
         repeat=REQUEST,
     )
+    before, B = positions_of_rows(together), len(documents)
+    mask = torch.cat([padded["attention_mask"], torch.ones(B, 3, dtype=torch.long)], 1)
+    at = (mask.cumsum(1) - 1).clamp(min=0)[:, -3:]
+    inputs = {"input_ids": question.expand(B, -1), "attention_mask": mask, "position_ids": at}
+    logits = ours(**inputs, **with_cache(together)).logits
     for row, document in enumerate(documents):
         alone = h2o.compress_document(ours, document, config, readings=2, repeat=REQUEST)
+        assert before[row] == positions(alone)
+        answer = ours(question, position_ids=at[row : row + 1], **with_cache(alone)).logits
+        torch.testing.assert_close(logits[row : row + 1], answer, atol=1e-4, rtol=1e-4)
         assert positions(together, row) == positions(alone)
+
+
+def test_pins_are_kept():
+    (document,) = prompts(70)
+    cache = h2o.compress_document(
+        shared("llama"), document, BUDGET, readings=2, repeat=REQUEST, pinned=[(20, 29)]
+    )
+    assert all({*range(20, 29)} <= {*head} for layer in positions(cache) for head in layer)
 
 
 @pytest.mark.parametrize("readings", [1, 2])
@@ -166,7 +197,7 @@ def test_windows_and_states_of_a_row_know_no_padding(name, readings):
     for row, document in enumerate(documents):
         alone = h2o.compress_document(ours, document, config, **how)
         assert positions(together, row) == positions(alone)
-    with pytest.raises(ValueError, match="pad on the left"):
+    with pytest.raises(ValueError, match="Pad on the left"):
         h2o.compress_document(
             ours, right["input_ids"], config, attention_mask=right["attention_mask"], **how
         )
@@ -174,7 +205,7 @@ def test_windows_and_states_of_a_row_know_no_padding(name, readings):
 
 def test_it_goes_on_as_any_other_cache(tmp_path):
     """A compressed document must keep its budgets and its ranking by the largest attention, and
-    answer the same from a fork or a file."""
+    answer the same from a fork, repeated rows or a file, and after a turn that was taken back."""
     ours = model("llama")
     (document,) = prompts(70)
     cache = h2o.compress_document(ours, document, BUDGET, readings=2, repeat=REQUEST)
@@ -190,6 +221,14 @@ def test_it_goes_on_as_any_other_cache(tmp_path):
     cache.save(tmp_path / "read.safetensors", ours)
     loaded = H2OCache.load(tmp_path / "read.safetensors", ours)
     assert torch.equal(greedy(ours, question, **with_cache(loaded)), answer)
+    again = cache.fork()
+    again.activate_past_recording()
+    ours(*prompts(4, seed=5), **with_cache(again))
+    remove(again, 4)
+    assert torch.equal(greedy(ours, question, **with_cache(again)), answer)
+    twice = {"input_ids": question["input_ids"].repeat(2, 1)}
+    rows = greedy(ours, twice, **with_cache(cache.fork(rows=2)))
+    assert torch.equal(rows, answer.repeat(2, 1))
     assert torch.equal(greedy(ours, question, **with_cache(cache)), answer)
 
 
@@ -221,8 +260,10 @@ def test_recent_keys_after_the_cut(recent, by_attention):
     "name",
     [
         *("llama", "opt", "gemma3", "mistral-window"),
-        *["qwen3_next", "falcon_h1"] * HYBRIDS,
-        *["deepseek_v3"] * bool(LATENT),
+        "qwen3_next",
+        "falcon_h1",
+        "deepseek_v3",
+        *["gemma3n_text"] * SHARES_KEYS,
     ],
 )
 def test_with_room_for_all_it_answers_as_the_full_cache(name):

@@ -12,11 +12,10 @@ from transformers import AutoModelForCausalLM
 
 import h2o
 from h2o import H2OCache, H2OConfig
-from h2o.hf.model_traits.layer_kinds import HYBRIDS
 from h2o.hf.model_traits.shared_keys import SHARES_KEYS
 from tests.devices import forget_default_device
 from tests.hf.modes import MODES, policy
-from tests.hf.tiny import FAMILIES, LATENT, batch, prompts, shared
+from tests.hf.tiny import FAMILIES, batch, prompts, shared
 
 ECHO = {"heavy": 6, "recent": 6, "sinks": 1}
 CACHES = {
@@ -29,7 +28,7 @@ CACHES = {
     "echo": {"score_by": "mean-echo", "head_shares": "echo"},
     "mean-echo": {"score_by": "mean-echo"},
 }
-OTHERS = ["deepseek_v3"] * bool(LATENT) + ["lfm2", "qwen3_next"] * HYBRIDS
+OTHERS = ["deepseek_v3", "lfm2", "qwen3_next"]
 OTHERS += ["gemma4_text"] * SHARES_KEYS
 ROWS = (17, 23, 30)
 

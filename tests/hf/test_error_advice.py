@@ -250,9 +250,9 @@ def pool():
         yield lambda call: executor.submit(call).result()
 
 
-BREAKING = those_here("llama", "gemma3", "deepseek_v3", "mllama", "qwen3_next", "nemotron_h",
+BREAKING = those_here("llama", "gemma3", "deepseek_v3", "qwen3_next", "nemotron_h",
                       "falcon_h1")  # fmt: skip
-"""Families with H2O layers alone, with windows, with latents, with images, and with states."""
+"""Families with H2O layers alone, with windows, with latents, and with states."""
 
 
 @pytest.mark.parametrize("seen", [False, True], ids=["prompt", "later pass"])

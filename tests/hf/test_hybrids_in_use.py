@@ -11,12 +11,10 @@ from transformers import AutoModelForCausalLM
 from h2o import H2OCache, generate_all
 from h2o.compat import with_cache
 from h2o.evaluation.setting import parse
-from h2o.hf.model_traits.layer_kinds import HYBRIDS
 from tests.evaluation.conftest import tokenizer  # noqa: F401
 from tests.hf.test_offload import NAMES
 from tests.hf.tiny import FAMILIES, model, prompts, slow_if
 
-pytestmark = pytest.mark.skipif(not HYBRIDS, reason="states as of transformers 5.21")
 SMALL = {"heavy": 6, "recent": 6}
 every = pytest.mark.parametrize("name", [slow_if(x == "qwen3_5", x) for x in NAMES])
 

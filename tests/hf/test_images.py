@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from h2o import H2OCache, H2OConfig, simulated, supports
-from h2o.compat import CROPS_TO_LENGTH, with_cache
+from h2o.compat import with_cache
 from tests.hf.tiny import FAMILIES, batch, greedy, model, prompts, shared, slow_if, with_image
 
 SMALL = {"heavy": 6, "recent": 6}
@@ -19,7 +19,7 @@ ALIKE = {"qwen2_vl", "lfm2_vl"}
 """Families that add nothing here: other families have positions with several axes, and states next
 to keys."""
 each = pytest.mark.parametrize("name", [slow_if(name in ALIKE, name) for name in IMAGES])
-TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "cross_attention_mask")
+TEXT = ("input_ids", "attention_mask", "mm_token_type_ids")
 """Model inputs that have one column per token."""
 
 
@@ -37,9 +37,8 @@ def row_of(inputs, b, length):
 def longer(inputs, ids):
     """`inputs` with tokens [1, n] appended to the text."""
     more = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    for key in ("mm_token_type_ids", "cross_attention_mask"):
-        if key in inputs:
-            more[key] = inputs[key][:, -1:].repeat(1, ids.shape[1], *[1] * (inputs[key].ndim - 2))
+    if "mm_token_type_ids" in inputs:
+        more["mm_token_type_ids"] = inputs["mm_token_type_ids"][:, -1:].repeat(1, ids.shape[1])
     return inputs | {key: torch.cat([inputs[key], x], 1) for key, x in more.items()}
 
 
@@ -73,8 +72,6 @@ def test_rows_are_rows_alone_and_the_budget_holds(name):
 def test_the_simulation_is_the_cache(name):
     """The simulation must evict the same keys as the cache when the text has an image, also during
     the answer."""
-    if name == "llava" and CROPS_TO_LENGTH:
-        pytest.skip("an answer's token of the image's number is taken for an image there")
     ours, inputs = model(name), illustrated(name, 30)
     cache = H2OCache(ours.config, **SMALL, trace=True)
     made = ours.generate(

@@ -282,12 +282,12 @@ def test_other_transformers_are_refused_by_name(tmp_path, version):
     )
     result = run(code)
     assert "itself can be imported" in result.stdout, result.stderr
-    assert "ImportError: h2o.H2OCache needs torch and transformers >= 5.4 and < 6" in result.stderr
+    assert "ImportError: h2o.H2OCache needs torch and transformers >= 5.21 and < 6" in result.stderr
     assert f"but transformers is {version}" in result.stderr
 
 
 def test_versions_within_the_range_are_served():
-    served = ["5.4.0", "5.4.0.dev0", "5.16.0rc1", "5.99.1"]
+    served = ["5.21.0", "5.21.0.dev0", "5.22.0rc1", "5.99.1"]
     assert all(map(h2o.packages.supports_transformers, served))
 
 

@@ -23,7 +23,6 @@ from h2o.hf.model_traits.latent_attention import Expansion
 from tests.hf.test_families import generation
 from tests.hf.tiny import LATENT, batch, exact, greedy, model, prompts
 
-pytestmark = pytest.mark.skipif(not LATENT, reason="a newer transformers caches latents")
 LENGTHS = (5, 17, 23, 30)
 SMALL = {"heavy": 6, "recent": 6}
 FULL = {"heavy": 10**6}
@@ -268,7 +267,7 @@ def test_a_language_model_within_one_that_reads_images():
 
 def test_settings_that_do_not_go_with_latents():
     for settings, words in (
-        ({"kv_dtype": "int8-int4"}, 'use "int8"'),
+        ({"kv_dtype": "int8-int4"}, 'Use kv_dtype="int8"'),
         ({"positions": "cache_relative"}, "only a part of a row is rotated"),
     ):
         with pytest.raises(UnsupportedError, match=words):

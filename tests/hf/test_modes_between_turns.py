@@ -22,7 +22,6 @@ CONFIGS = POLICIES | {
     "echo int8": H2OConfig(heavy=6, recent=4, score_by="mean-echo", kv_dtype="int8"),
     "cache_relative": H2OConfig(heavy=6, recent=4, positions="cache_relative"),
     "rolled int8": H2OConfig(heavy=6, recent=4, positions="cache_relative", kv_dtype="int8"),
-    "random int8": H2OConfig(heavy=6, recent=4, score_by="random", kv_dtype="int8"),
     "by rank": H2OConfig(heavy=6, recent=4, score_by="mean-echo", head_shares="echo"),
 }
 OTHERS = [x for x in ("gemma3n_text", "deepseek_v3", "gemma2")

@@ -12,8 +12,7 @@ from transformers import AutoModelForImageTextToText
 
 from h2o import H2OCache, H2OConfig, supports
 from h2o.compat import CACHE, with_cache
-from h2o.hf.model_traits.latent_attention import expands_after_cache
-from h2o.hf.model_traits.layer_kinds import HYBRIDS, kind_of
+from h2o.hf.model_traits.layer_kinds import kind_of
 from h2o.hf.model_traits.shared_keys import SHARES_KEYS
 from tests.hf import families
 from tests.hf.test_simulation import prove, text
@@ -30,7 +29,7 @@ from tests.hf.tiny import (
 pytestmark = [
     pytest.mark.slow,  # tests with the models of tiny.py cover the code that these families run
     pytest.mark.skipif(
-        not (HYBRIDS and SHARES_KEYS and expands_after_cache(transformers.DeepseekV3ForCausalLM)),
+        not SHARES_KEYS,
         reason="all of these kinds as of transformers 5.21",
     ),
 ]
@@ -58,7 +57,7 @@ SINCE_5_24 = [
     Family("apertus1p5_text"),
     Family("sarvam_moe", _ROUTED),
     Family("lara_mini", _LARA, layers=("states", "sliding", "states", "h2o")),
-    Family("sarvam_mla", _ROUTED | LATENT["deepseek_v3"].config if LATENT else {}),
+    Family("sarvam_mla", _ROUTED | LATENT["deepseek_v3"].config),
 ]
 """Families that transformers 5.24 added, or moved to its attention interface."""
 MORE = {family.name: family for family in SINCE_5_24 if CACHE == "cache"}

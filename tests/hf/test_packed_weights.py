@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from h2o import H2OCache, compat, packed_weights
 from h2o.compat import with_cache
 from h2o.hf.batching.packed_weights import FEW
-from tests.hf.tiny import LATENT, batch, model, prompts
+from tests.hf.tiny import batch, model, prompts
 
 pytestmark = pytest.mark.skipif(
     not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()),
@@ -41,7 +41,7 @@ def counted(monkeypatch):
     return rows
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_neox", *(["deepseek_v2"] if LATENT else [])])
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "deepseek_v2"])
 def test_a_text_is_the_same(name, monkeypatch):
     ours, inputs, logits = model(name).bfloat16(), batch(prompts(17, 40)), []
     rows = counted(monkeypatch)

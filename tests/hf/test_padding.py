@@ -174,7 +174,7 @@ def test_copies_and_files_know_their_padding(name, tmp_path):
     cache.save(tmp_path / "cache.safetensors", ours)
     loaded = H2OCache.load(tmp_path / "cache.safetensors", ours)
     for copy in (cache.fork(), cache.fork(rows=2), loaded):
-        rows = [state.ends_in_padding for state in copy.guard.row_states]
+        rows = [state.ends_in_padding for state in copy.guard.state.rows]
         assert rows == [True] * (len(rows) // 2) + [False] * (len(rows) // 2)
         with pytest.raises(ValueError, match="Pass the earlier mask unchanged"):
             ours(torch.full((len(rows), 1), 7), **with_cache(copy))

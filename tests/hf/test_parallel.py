@@ -18,11 +18,10 @@ from h2o import H2OCache, Profile
 from h2o.compat import with_cache
 from h2o.config.head_budgets import expand_to_heads
 from h2o.hf.model_traits import tensor_parallel
-from h2o.hf.model_traits.layer_kinds import HYBRIDS
 from h2o.model_identity import describe, sample
 from tests.default_model import random_default_model
 from tests.hf import cut, cut_latents, gathered
-from tests.hf.tiny import LATENT, Family, prompts
+from tests.hf.tiny import Family, prompts
 from tests.hf.tiny import model as tiny_model
 from tests.launch import ROOT, TORCHRUN, launch
 
@@ -32,14 +31,15 @@ HEADS = {
     "num_key_value_heads": 4,
     "num_hidden_layers": 2,
 }
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+}  # fmt: skip
 FAMILIES = {
     "llama": Family("llama", HEADS),
     "qwen3": Family("qwen3", HEADS),
+    "qwen3_5_text": Family("qwen3_5_text", HEADS | LINEAR),  # every process has all of the states
 }
-if HYBRIDS:  # every process has all of the states
-    linear = {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8}
-    linear |= {"linear_value_head_dim": 8, "linear_num_value_heads": 4, "linear_num_key_heads": 2}
-    FAMILIES["qwen3_5_text"] = Family("qwen3_5_text", HEADS | linear)
 
 
 @pytest.mark.slow
@@ -93,7 +93,6 @@ def test_two_processes_give_what_one_gives(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not LATENT, reason="a newer transformers caches latents")
 def test_two_processes_hold_the_same_latents(tmp_path):
     """Processes must score latents by all heads together, as a single process does. DeepSeek V3's
     heads are not split."""
@@ -132,7 +131,8 @@ def test_what_fsdp_gathers_is_whole(tmp_path):
     for name in ("0None", "1None", "0('fsdp',)", "1('fsdp',)"):
         torch.testing.assert_close(torch.load(tmp_path / f"{name}.pt"), wanted)
         assert (
-            H2OCache.load(tmp_path / f"{name}.cache", model).layers[0].part == tensor_parallel.WHOLE
+            H2OCache.load(tmp_path / f"{name}.cache", model).layers[0].facts.part
+            == tensor_parallel.WHOLE
         )
 
 
@@ -159,6 +159,12 @@ def test_the_script_of_the_documents(tmp_path):
     assert "does not support a model that is cut over several processes" in error
 
 
+def shard(module, mesh):
+    """Give a module a parameter that is cut over a mesh, as its weights would be."""
+    cut = distribute_tensor(torch.zeros(4), mesh, [Shard(0)] * mesh.ndim)
+    module.register_parameter("cut", torch.nn.Parameter(cut))
+
+
 def joined(parts):
     """Heads of both processes, padded to one length like the result of `kept`."""
     most = max(part.shape[-1] for part in parts)
@@ -173,12 +179,12 @@ def test_files_of_other_heads(last_of_four, tmp_path):
     ours = copy.deepcopy(tiny_model("llama"))
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     for layer in ours.model.layers:
-        layer.self_attn.q_proj._hf_device_mesh = mesh
+        shard(layer.self_attn.q_proj, mesh)
     cache = H2OCache(ours.config, heavy=6, recent=6)
     ours(ids, **with_cache(cache))
     cache.save(path, ours)
     loaded = H2OCache.load(path, ours)
-    assert [layer.part for layer in loaded.layers] == [(3, 4)] * 2
+    assert [layer.facts.part for layer in loaded.layers] == [(3, 4)] * 2
     loaded.save(path, ours)  # the loaded cache knows its part
     with pytest.raises(
         ValueError, match=r"rank 3 of 4, and a config .* Pass the model to load\(\)"
@@ -186,7 +192,7 @@ def test_files_of_other_heads(last_of_four, tmp_path):
         H2OCache.load(path, ours.config)
     other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     for layer in ours.model.layers:
-        layer.self_attn.q_proj._hf_device_mesh = other
+        shard(layer.self_attn.q_proj, other)
     with pytest.raises(ValueError, match=r"rank 3 of 4, but this is tensor parallel rank 1 of 2"):
         H2OCache.load(path, ours)
     on_one = tiny_model("llama")
@@ -216,7 +222,7 @@ def test_files_of_heads_that_were_taken_over(last_of_four, tmp_path):
         layer.keys, layer.values = layer.keys[:, :1], layer.values[:, :1]
     ours = copy.deepcopy(on_one)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
-    ours.model.layers[0].self_attn.q_proj._hf_device_mesh = mesh
+    shard(ours.model.layers[0].self_attn.q_proj, mesh)
     taken = H2OCache.from_dynamic_cache(full, on_one.config, heavy=6, recent=6)
     with pytest.raises(
         ValueError, match=r"1 of 2 key/value heads, .* does not know which. Pass the model"
@@ -224,7 +230,7 @@ def test_files_of_heads_that_were_taken_over(last_of_four, tmp_path):
         taken.save(tmp_path / "none")
     assert not (tmp_path / "none").exists()
     taken.save(path, ours)
-    assert H2OCache.load(path, ours).layers[0].part == (1, 2)
+    assert H2OCache.load(path, ours).layers[0].facts.part == (1, 2)
     with pytest.raises(ValueError, match=r"rank 1 of 2, but this is a whole model"):
         H2OCache.load(path, on_one)
 
@@ -234,10 +240,10 @@ def test_a_model_that_is_cut_but_for_its_attention(last_of_four):
     heads."""
     ours = copy.deepcopy(tiny_model("llama"))
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    ours.model.layers[0].mlp.up_proj._hf_device_mesh = mesh
+    shard(ours.model.layers[0].mlp.up_proj, mesh)
     assert tensor_parallel.part(ours) == (3, 4)
     assert tensor_parallel.part_of_heads(ours) == tensor_parallel.WHOLE
-    ours.model.layers[1].self_attn.q_proj._hf_device_mesh = mesh
+    shard(ours.model.layers[1].self_attn.q_proj, mesh)
     assert tensor_parallel.part_of_heads(ours) == (3, 4)
 
 
@@ -275,14 +281,10 @@ def last_of_four():
     ],
 )
 def test_which_part_is_here(last_of_four, shape, names, place):
-    """The part of a model must be read from its sharded parameters or, before transformers 5.11,
-    from an attribute of its modules."""
+    """The part of a model must be read from its sharded parameters."""
     module = torch.nn.Sequential(torch.nn.Linear(4, 8))
     assert tensor_parallel.part(module) == tensor_parallel.WHOLE
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    module[0]._hf_device_mesh = mesh
-    assert tensor_parallel.part(module) == place
-    del module[0]._hf_device_mesh
     weight = distribute_tensor(module[0].weight, mesh, [Shard(0)] * len(shape))
     module[0].weight = torch.nn.Parameter(weight)
     assert tensor_parallel.part(module) == place

@@ -157,7 +157,7 @@ def test_spans_beyond_the_first_chunk(chunk, pins, more):
         ours.generate(**inputs, max_new_tokens=40, prefill_chunk_size=chunk, do_sample=False)
     for row, length in enumerate((30, 41)):
         assert survives(patch.cache, [row], (0, length) if pins == "prompt" else pins[0])
-    assert not patch.cache.layers[0].waits_for_pins
+    assert not patch.cache.guard.state.waits_for_pins
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,6 @@ def test_spans_beyond_the_first_chunk(chunk, pins, more):
         {"decay": 1e-6},
         {"kv_dtype": "int8"},
         {"recent": 0, "heavy": 20},
-        {"score_by": "random", "value_weighted": False},
     ],
     ids=str,
 )
@@ -233,7 +232,7 @@ def test_a_cropped_pass():
     ours(more, **with_cache(cache))
     cache.crop(-6)
     assert survives(cache, span=(22, 26))
-    assert cache.layers[0].waits_for_pins
+    assert cache.guard.state.waits_for_pins
     ours(more[:, 2:], **with_cache(cache))
     ours(more, **with_cache(cache))
     assert survives(cache, span=(22, 27))
@@ -313,7 +312,6 @@ def test_no_spans_pin_nothing(pins):
         {},
         {"head_shares": [[0.4, 2.5], [1.0, 0.9]], "decay": 0.9, "kv_dtype": "int8"},
         {"score_by": "mean-echo", "head_shares": "echo"},
-        {"score_by": "random", "value_weighted": False},
     ],
     ids=str,
 )

@@ -15,7 +15,7 @@ from h2o import H2OCache, H2OConfig, calibrate, patched
 from h2o.compat import with_cache
 from h2o.model_identity import model_fingerprint, sample
 from tests.default_model import random_default_model
-from tests.hf.tiny import FAMILIES, LATENT, greedy, llama, model, prompts
+from tests.hf.tiny import FAMILIES, greedy, llama, model, prompts
 
 pytest.importorskip("torchao")
 
@@ -150,7 +150,6 @@ def test_a_file_of_a_model_in_bitsandbytes(how, tmp_path):
         H2OCache.load(tmp_path / "document", load("other"))
 
 
-@pytest.mark.skipif(not LATENT, reason="needs a transformers that caches latents")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_latents_are_expanded_by_packed_weights():
     """The bias of such a layer is a method. Its absence must not be taken for a bias."""

@@ -17,18 +17,14 @@ from transformers.modeling_utils import AttentionInterface
 
 import h2o
 from h2o import H2OCache, H2OConfig, UnsupportedError, patched, supports
-from h2o.compat import CACHE, CROPS_TO_LENGTH, with_cache
-from h2o.hf.model_traits.layer_kinds import HYBRIDS
+from h2o.compat import CACHE, with_cache
 from h2o.hf.model_traits.shared_keys import SHARES_KEYS
 from tests.hf.drive import Attention, feed, forward, new_cache, tensors
-from tests.hf.tiny import FAMILIES, LATENT, SPREAD, batch, greedy, model, prompts, shared
+from tests.hf.tiny import FAMILIES, SPREAD, batch, greedy, model, prompts, shared
 from tests.inputs import drifting
 
 SMALL = {"heavy": 6, "recent": 6}
 TEXT = drifting(1, B=1, N=30)
-
-
-needs_states = pytest.mark.skipif(not HYBRIDS, reason="states as of transformers 5.21")
 
 
 def config_of(model_type: str, **more):
@@ -45,17 +41,14 @@ def config_of(model_type: str, **more):
     [
         ("bart", {}, "encoder-decoder"),
         ("t5", {}, "encoder-decoder"),
-        pytest.param(
-            "dots3_note_text",
-            {"num_key_value_heads": 4},
-            "latent attention is sparse",
-            marks=needs_states,
-        ),
+        ("dots3_note_text", {"num_key_value_heads": 4}, "latent attention is sparse"),
         ("doge", {}, "its own attention pattern"),
         ("kosmos-2", None, "its own attention pattern"),
+        ("mllama", None, "layers cache the keys of images"),
+        ("mllama_text_model", None, "layers cache the keys of images"),
         ("gemma2", {"use_bidirectional_attention": True}, "bidirectional"),
         *[
-            pytest.param(name, None, words, marks=needs_states)
+            (name, None, words)
             for name, words in {
                 **dict.fromkeys(
                     ["mamba", "mamba2", "falcon_mamba", "recurrent_gemma"], "nothing to evict"
@@ -122,7 +115,7 @@ def test_an_unknown_keyword_gets_the_names_of_its_function():
         "trace": lambda: h2o.enable(ours, budget=3, traces=True),
         "ratio_of": lambda: h2o.simulated(ours, budget=3, ratio_off="text").__enter__(),
         "readings": lambda: h2o.compress_document(ours, ids, budget=3, reading=2),
-        "rows": lambda: h2o.generate_all(ours, [[2, 3]], budget=3, row=1),
+        "rows": lambda: h2o.generate_all(ours, [[2, 3]], budget=3, rows=1, row=1),
         "prompt_length": lambda: h2o.analyze(ours, ids, heavy=3, prompt_lengths=2),
         "budget": lambda: H2OConfig(budgt=3),
         "recent": lambda: dataclasses.replace(H2OConfig(), recents=3),
@@ -409,9 +402,10 @@ def test_training():
         ("llama", {"positions": "cache_relative"}),
         ("llama", {"compileable": True}),
         ("gpt_oss", {}),
-        *[("deepseek_v3", {}), ("minicpm3", {})] * bool(LATENT),
+        ("deepseek_v3", {}),
+        ("minicpm3", {}),
         *[("gemma4_text", {})] * SHARES_KEYS,
-        *[("falcon_h1", {})] * HYBRIDS,
+        ("falcon_h1", {}),
     ],
     ids=str,
 )
@@ -440,7 +434,7 @@ def test_cropping_and_offloading():
     cache = new_cache(**SMALL)
     feed(cache, TEXT, [20, *[1] * 10])
     before = cache.kept(0)
-    cache.crop(30 if CROPS_TO_LENGTH else 0)
+    cache.crop(0)
     with pytest.raises(NotImplementedError, match="pass that was not recorded"):
         cache.crop(-1)
     with pytest.raises(NotImplementedError, match="cannot be offloaded"):
@@ -451,8 +445,7 @@ def test_cropping_and_offloading():
 
 
 def test_cropping_nothing_and_everything():
-    """`crop` must do what it does for a DynamicCache in this version of transformers. Before 5.16
-    its argument has another meaning."""
+    """`crop` must do what it does for a DynamicCache."""
     cache, theirs = new_cache(**SMALL), DynamicCache()
     for crop in (-20, 0, 20):
         feed(cache, TEXT, [20])
@@ -548,7 +541,7 @@ NO_TRANSFORMS = pytest.raises(UnsupportedError, match=r"torch\.func")
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own call
 @pytest.mark.parametrize("records", [False, True])
-@pytest.mark.parametrize("name", ["llama", *["deepseek_v3"] * ("deepseek_v3" in LATENT)])
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
 def test_transforms_of_functions(name, transform, records):
     """Transforms must be refused, because attention would drop the tangent of a dual tensor that
     the rest of the model keeps."""

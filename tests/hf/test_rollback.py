@@ -19,7 +19,6 @@ from tests.hf.drive import feed, new_cache
 from tests.hf.test_compiled import compiling, nothing_compiled  # noqa: F401
 from tests.hf.test_saved import SETTINGS, assert_same, opened
 from tests.hf.tiny import (
-    CROPS_TO_LENGTH,
     FAMILIES,
     LATENT,
     failing,
@@ -33,15 +32,7 @@ from tests.inputs import drifting, holes, pad
 SMALL = {"heavy": 6, "recent": 6}
 TEXT = drifting(5, B=2, N=48)
 LOOKUP = {"prompt_lookup_num_tokens": 4}
-needs_lookup = pytest.mark.skipif(
-    CROPS_TO_LENGTH, reason="before transformers 5.14 a lookup needs a token that ends texts"
-)
-WAYS = [pytest.param("prompt lookup", marks=needs_lookup), "draft model"]
-
-
-def remove(cache, tokens):
-    """Take back this number of tokens in any version of transformers."""
-    cache.crop(cache.get_seq_length() - tokens if CROPS_TO_LENGTH else -tokens)
+WAYS = ["prompt lookup", "draft model"]
 
 
 def recording(cache):
@@ -90,7 +81,7 @@ def test_what_was_taken_back_never_came(calls, policy):
         plain = new_cache(**SMALL, **policy, trace=True)
         left = sum(calls) - back
         feed(ours, text, calls, mask)
-        remove(ours, back)
+        ours.crop(-back)
         assert ours.get_seq_length() == left
         shorter = [n for n in [*calls[:-1], calls[-1] - back] if n]
         feed(plain, text, shorter, mask)
@@ -112,8 +103,6 @@ NAMES = ("llama", "opt", "gpt_neox", "qwen2", "gemma3", "deepseek_v2", "gemma3n_
     ("name", "way"), checkered([x for x in NAMES if x in FAMILIES | LATENT], WAYS)
 )
 def test_a_full_budget_gives_the_tokens_of_greedy(name, way):
-    if name == "gemma3" and CROPS_TO_LENGTH:
-        pytest.skip("windows go back from 5.16 on")
     ours = model(name)
     inputs = repeated()
     cropped = []
@@ -167,7 +156,6 @@ def test_a_small_budget_gives_what_the_same_chunks_give(setting, way):
         assert one.seen == other.seen
 
 
-@needs_lookup
 def test_prompt_lookup_takes_fewer_passes():
     ours = model("llama")
     counts, texts = [], []
@@ -208,23 +196,23 @@ def test_what_cannot_be_taken_back():
     cache = new_cache(**SMALL)
     feed(cache, TEXT, [20, 4])
     with pytest.raises(NotImplementedError, match="activate_past_recording"):
-        remove(cache, 1)
+        cache.crop(-1)
     recording(cache)
     with pytest.raises(NotImplementedError, match="activate_past_recording"):
-        remove(cache, 1)  # the last pass was not recorded
+        cache.crop(-1)  # the last pass was not recorded
     feed(cache, TEXT.cut(24, 30), [6])
     before = copy.deepcopy(cache)
     with pytest.raises(NotImplementedError, match="began after 24 of 30 tokens"):
-        remove(cache, 7)
+        cache.crop(-7)
     assert_same(cache, before)
-    remove(cache, 2)
+    cache.crop(-2)
     with pytest.raises(NotImplementedError, match="activate_past_recording"):
-        remove(cache, 1)  # a pass can be taken back once
+        cache.crop(-1)  # a pass can be taken back once
     feed(cache, TEXT.cut(28, 30), [2])
     cache.reorder_cache(torch.tensor([1, 0]))
     with pytest.raises(NotImplementedError, match="activate_past_recording"):
-        remove(cache, 1)
-    remove(cache, 30)
+        cache.crop(-1)
+    cache.crop(-30)
     assert cache.get_seq_length() == 0
 
 
@@ -252,11 +240,11 @@ def test_what_breaks_off_leaves_all_as_it_was(monkeypatch, error, compileable):
     before = copy.deepcopy(cache)
     monkeypatch.setattr(H2OLayer, "forward", failing)
     with pytest.raises(error):
-        remove(cache, 4)
+        cache.crop(-4)
     monkeypatch.undo()
     assert_same(cache, before)
     with pytest.raises(NotImplementedError, match="activate_past_recording"):
-        remove(cache, 4)  # the record was used up when the pass was repeated
+        cache.crop(-4)  # the record was used up when the pass was repeated
     got, expected = (ours(ids[:, 26:], **with_cache(x)).logits for x in (cache, before))
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
@@ -271,9 +259,9 @@ def test_a_pass_that_broke_off_is_not_taken_back():
     with failing(ours.model.layers[1].self_attn):
         ours(ids[:, 20:26], **with_cache(cache))
     with pytest.raises(RuntimeError, match="was interrupted between two layers"):
-        remove(cache, 3)
+        cache.crop(-3)
     assert [layer.seen for layer in cache.layers] == [26, 20]
-    remove(cache, 26)
+    cache.crop(-26)
     expected = ours(ids, **with_cache(H2OCache(ours.config, **SMALL))).logits
     torch.testing.assert_close(ours(ids, **with_cache(cache)).logits, expected)
 
@@ -290,7 +278,7 @@ def test_an_interrupted_layer_is_not_taken_back(monkeypatch):
         feed(cache, TEXT.cut(20, 24), [4])
     monkeypatch.undo()
     with pytest.raises(RuntimeError, match=r"was interrupted, call cache.reset\(\)"):
-        remove(cache, 2)
+        cache.crop(-2)
 
 
 @needs_compiler
@@ -306,7 +294,7 @@ def test_after_compiled_steps(taken):
     ]
     assert first[0].tolist() == first[1].tolist()
     for cache in caches:
-        remove(cache, taken)
+        cache.crop(-taken)
         assert int(cache.get_seq_length()) == 35 - taken
     for layer in range(2):
         torch.testing.assert_close(*(cache.kept(layer) for cache in caches), rtol=0, atol=0)
@@ -316,7 +304,6 @@ def test_after_compiled_steps(taken):
 
 
 @needs_compiler
-@needs_lookup
 def test_prompt_lookup_where_steps_are_compiled():
     ours = model("llama")
     tokens = [
@@ -342,7 +329,6 @@ def test_a_draft_model_with_such_a_cache():
         greedy(ours, repeated(), 24, assistant_model=draft, num_assistant_tokens=5)
 
 
-@pytest.mark.skipif(CROPS_TO_LENGTH, reason="windows go back from 5.16 on")
 @pytest.mark.parametrize("tokens", [math.nan, -1.5, "1"])
 def test_the_number_of_tokens_to_remove_is_an_integer(tokens):
     cache = recording(H2OCache(model("llama").config, **SMALL))
@@ -365,7 +351,6 @@ def test_windows_that_refuse_leave_all_as_it_was():
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
-@pytest.mark.skipif(CROPS_TO_LENGTH, reason="windows go back from 5.16 on")
 def test_windows_go_back_too():
     ours = model("gemma3")
     (ids,) = prompts(30)

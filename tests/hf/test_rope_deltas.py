@@ -12,7 +12,7 @@ from transformers import DynamicCache
 import h2o
 from h2o import H2OCache, H2OConfig
 from h2o.compat import with_cache
-from h2o.hf.cache_state.row_state import RowState
+from h2o.hf.cache_state.state import RowState
 from tests.hf.tiny import FAMILIES, batch, greedy, model, prompts, with_image
 
 pytestmark = pytest.mark.timeout(120)
@@ -43,7 +43,7 @@ def answered(name):
     forgot = copy.deepcopy(ours)
     forgot.model.rope_deltas = torch.zeros(1, 1, dtype=torch.long)
     unknown = cache.fork()
-    unknown.guard.row_states = [RowState(None)]
+    unknown.guard.put(unknown.guard.state._replace(rows=(RowState(None),)))
     assert asked(forgot, read, unknown) != expected, "the number must matter"
     return ours, cache, read, expected
 
@@ -102,7 +102,7 @@ def test_a_cache_that_another_one_has_filled(name, tmp_path):
     for one in (H2OCache.load(tmp_path / "cache.safetensors", ours), cache):
         greedy(ours, {"input_ids": more}, 1, **with_cache(one))
         model_number = int(ours.model.rope_deltas)
-        assert one.guard.row_state(0).offset == model_number != 0
+        assert one.guard.state.row(0).offset == model_number != 0
 
 
 @pytest.mark.parametrize("name", NAMES)

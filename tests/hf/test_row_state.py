@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 import h2o
 from h2o import H2OCache, H2OConfig
-from h2o.compat import CROPS_TO_LENGTH, with_cache
+from h2o.compat import with_cache
 from tests.hf.test_continuation import PLAIN
 from tests.hf.tiny import (
     FAMILIES,
@@ -141,7 +141,6 @@ def test_a_converted_cache_does_not_know_how_positions_were_counted():
         torch.testing.assert_close(row[None], expected, rtol=0, atol=2e-3)
 
 
-@pytest.mark.skipif(CROPS_TO_LENGTH, reason="this version crops to a length")
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_cropped_padding_is_forgotten(name):
     """A turn ends in padding, which is then cropped. The next pass needs no mask."""

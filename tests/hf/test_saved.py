@@ -65,11 +65,10 @@ SHARED_BY_ECHO = {
     "by echo, compileable": ("llama", ECHO | {"compileable": True}),
     "by echo, traced": ("llama", ECHO | {"trace": True}),
     "by echo, bytes": ("wide", ECHO | SETTINGS["bytes"][1]),
+    "latents, int8": ("deepseek_v2", {"kv_dtype": "int8"}),
 }
-if LATENT:
-    SHARED_BY_ECHO["latents, int8"] = "deepseek_v2", {"kv_dtype": "int8"}
 ALL_FAMILIES = FAMILIES | LATENT | LATENT_AND_STATES
-_OF_KINDS = ("gemma3", "mistral-window", "gpt_oss", "mllama", "gemma4_text", "deepseek_v2", "youtu",
+_OF_KINDS = ("gemma3", "mistral-window", "gpt_oss", "gemma4_text", "deepseek_v2", "youtu",
              "llama, int8 weights", "qwen3_5, whole", *LAYOUTS)  # fmt: skip
 KINDS = [name for name in _OF_KINDS if name in ALL_FAMILIES]
 """One family for each kind of layer. The layers of the other families are of the same kinds."""

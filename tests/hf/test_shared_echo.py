@@ -6,16 +6,14 @@ import pytest
 import torch
 from transformers import CompileConfig, DynamicCache
 
-import h2o
 from h2o import H2OCache, H2OConfig, generate_all
 from h2o.compat import with_cache
-from h2o.hf.model_traits.layer_kinds import HYBRIDS
 from tests.hf.modes import MODES
 from tests.hf.test_compress import positions
 from tests.hf.test_echo import echo_of
 from tests.hf.test_prompt_echo import read
 from tests.hf.test_simulation import TEXT, check_rows_alone, prove, text
-from tests.hf.tiny import LATENT, batch, failing, greedy, model, needs_compiler, prompts, shared
+from tests.hf.tiny import batch, failing, greedy, model, needs_compiler, prompts, shared
 from tests.reference.echo import shared_echo
 
 SMALL = {"heavy": 6, "recent": 4, "sinks": 2, "score_by": "mean-echo", "head_shares": "echo"}
@@ -120,7 +118,7 @@ def test_keys_without_echo_share_nothing():
 
 @pytest.mark.parametrize(
     "name",
-    ["llama", "gemma3", *["deepseek_v3"] * bool(LATENT), *["falcon_h1", "qwen3_next"] * HYBRIDS],
+    ["llama", "gemma3", "deepseek_v3", "falcon_h1", "qwen3_next"],
 )
 def test_the_prompt_is_attended_to_as_a_whole(name):
     """The prompt must attend to all of its keys. With room for all keys the answers must be those
@@ -210,7 +208,7 @@ def test_tokens_of_a_prompt_are_taken_back(head_shares):
     cache = H2OCache(ours.config, **settings)
     cache.activate_past_recording()
     ours(document, **with_cache(cache))
-    cache.crop(50 if h2o.compat.CROPS_TO_LENGTH else -10)
+    cache.crop(-10)
     assert positions(cache) == positions(read(ours, [document[:, :50]], **settings))
 
 

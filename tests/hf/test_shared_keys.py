@@ -17,6 +17,7 @@ from h2o.compat import with_cache
 from h2o.config.layer_plan import LayerPlan
 from h2o.evaluation.published_masks import MASKS
 from h2o.hf.attention.attention_call import AttentionCall
+from h2o.hf.cache_state.state import CacheState
 from h2o.hf.layers import shared_variant
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.layers.plain_variant import PlainVariant
@@ -99,6 +100,7 @@ def test_keys_that_came_from_a_dynamic_cache():
     for Q in (1, 4):
         layer = H2OLayer(LayerPlan.of(POLICIES["h2o"], 0, 2), variant=SharedVariant([1, 2]))
         layer.import_keys(torch.randn(2, G, 20, D), torch.randn(2, G, 20, D), None)
+        layer.guard.put(CacheState(20, 20, unscored=True))
         first, (all_queries, _) = a_pass(layer, Q, 0)
         assert torch.equal(all_queries, first)
         first, (all_queries, _) = a_pass(layer, 1, 1)
@@ -258,7 +260,7 @@ def test_a_pass_ends_with_the_last_layer_that_attends():
     ours(ids, **with_cache(cache))
     hook.remove()
     assert "another thread" in errors[0]
-    assert not cache.guard.is_under_way
+    assert cache.guard.current is None
     begin()
     assert len(errors) == 1
 
@@ -293,5 +295,5 @@ def test_a_model_that_is_cut_over_processes_is_refused(monkeypatch):
     monkeypatch.setattr(PlainVariant, "tokens", lambda *arguments: 1 / 0)
     layer = H2OCache(ours.config, **SMALL).layers[SHARED]
     key, value = layer.update(torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16))
-    with pytest.raises(UnsupportedError, match="split over processes"):
+    with pytest.raises(UnsupportedError, match="cut over several processes"):
         layer.attend(AttentionCall(OWN, torch.randn(1, 4, 5, 16), key, value))

@@ -514,7 +514,7 @@ def test_everything_is_put_back():
     assert torch.equal(dense, model(ids).logits)
 
 
-@pytest.mark.parametrize("name", ["llama", *(["deepseek_v2"] if tiny.LATENT else [])])
+@pytest.mark.parametrize("name", ["llama", "deepseek_v2"])
 def test_a_copy_made_within_the_block(name):
     """A copy must be simulated within the block like the original, and after it be as the model was
     before. Its hooks must not run a pass of their own, which would fill a cache twice."""

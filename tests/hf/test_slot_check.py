@@ -56,7 +56,7 @@ def unheld(layer):
 
 
 def lose_a_recent_one(layer):
-    layer.prompt_columns = 0
+    layer.guard.put(layer.guard.state._replace(prompt_columns=0))
     layer.slots.positions[at(layer, 13)] = unheld(layer)
 
 
@@ -98,10 +98,10 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_fault_is_found(fault):
     layer = filled()
-    check_slots(layer)
+    check_slots(layer, layer.guard.state)
     fault(layer)
     with pytest.raises(AssertionError, match=FAULTS[fault]):
-        check_slots(layer)
+        check_slots(layer, layer.guard.state)
 
 
 def test_layers_check_their_slots_in_tests():

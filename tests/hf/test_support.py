@@ -20,8 +20,7 @@ from transformers.utils import logging
 
 from h2o import H2OCache, H2OConfig, UnsupportedError, patched, simulated, supports
 from h2o.compat import with_cache
-from h2o.hf.model_traits.layer_kinds import HYBRIDS, kind_of
-from h2o.hf.support import Traits, setting_reasons
+from h2o.hf.model_traits.layer_kinds import kind_of
 from tests.hf import families
 from tests.hf.tiny import FAMILIES, SPREAD, batch, greedy, model, prompts, slow_if
 
@@ -165,7 +164,6 @@ def test_of_every_family_of_transformers_is_said_whether_it_is_served(mapping):
         assert set(families.MAPPINGS[mapping]) <= set(written)
 
 
-@pytest.mark.skipif(not HYBRIDS, reason="states as of transformers 5.21")
 def test_the_cache_has_the_layers_that_supports_tells():
     """`supports` must name the layers that a cache has, for example for LFM2, which has no states
     without layer_types."""
@@ -226,16 +224,11 @@ def test_windows_that_only_the_cache_knows():
     assert greedy(plain, inputs, **with_cache(H2OCache(config, **SMALL))).tolist() == expected
 
 
-def test_reasons_against_settings_are_listed_together():
-    config = model("llama").config
-    assert not setting_reasons(Traits.of(config), H2OConfig(heavy=4, recent=4))
+def test_an_unsupported_model_is_named_before_its_settings():
     drawn = H2OConfig(heavy=4, recent=4, score_by="random")
-    reasons = setting_reasons(Traits.of(config), drawn, trace=True, compileable=True)
-    assert [reason.partition(" cannot be")[0] for reason in reasons] == [
-        "compileable=True",
-        'score_by="random", a baseline,',
-    ]
-    config = copy.deepcopy(config)
+    config = copy.deepcopy(model("llama").config)
+    with pytest.raises(UnsupportedError, match='"random" is a baseline that no cache has: measure'):
+        H2OCache(config, drawn)
     config.is_encoder_decoder = True
     with pytest.raises(UnsupportedError, match="h2o does not support llama: encoder-decoder"):
         H2OCache(config, drawn)

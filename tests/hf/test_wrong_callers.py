@@ -17,7 +17,7 @@ import torch
 from h2o import H2OCache
 from h2o.compat import with_cache
 from tests.hf.test_rollback import remove
-from tests.hf.tiny import CROPS_TO_LENGTH, FAMILIES, LATENT, WITH_STATES, shared
+from tests.hf.tiny import FAMILIES, LATENT, WITH_STATES, shared
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -139,7 +139,7 @@ class Program:
 @pytest.mark.parametrize("name", NAMES)
 def test_an_answer_is_right_or_refused(name, tmp_path):
     chosen, answered = random.Random(name), 0
-    can_crop = name not in WITH_STATES and not CROPS_TO_LENGTH
+    can_crop = name not in WITH_STATES
     between = BETWEEN if can_crop else BETWEEN[:-1]
     programs = list(itertools.product(SIDES, (True, False), (None, *SIDES), between))
     calls = list(itertools.product((1, 3), MASKS, POSITIONS))

@@ -11,7 +11,6 @@ import copy
 import dataclasses
 import functools
 import importlib.util
-import inspect
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -23,13 +22,9 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    GenerationMixin,
 )
 
 from h2o import H2OConfig
-from h2o.compat import CROPS_TO_LENGTH  # True with older versions of transformers
-from h2o.hf.model_traits.latent_attention import expands_after_cache
-from h2o.hf.model_traits.layer_kinds import HYBRIDS
 from h2o.hf.model_traits.shared_keys import SHARES_KEYS
 from tests.torch.calls import TABLE
 
@@ -37,11 +32,6 @@ needs_compiler = pytest.mark.skipif(
     not TABLE,
     reason="torch 2.6 does not take transformers' models whole; not tried between it and 2.13",
 )
-
-CUTS_POSITIONS_BY_ROWS = "position_ids[:, past_length" in inspect.getsource(
-    GenerationMixin._prefill
-)
-"""True with versions of transformers, such as 5.17, that split positions [3, B, N] along B."""
 
 VOCABULARY = 97
 IMAGE_STARTS, IMAGE, IMAGE_TOKENS = 95, 96, 4
@@ -195,34 +185,7 @@ FAMILIES = {
                 "pixel_values": _PIXELS.reshape(16, 12),
                 "image_grid_thw": torch.tensor([[1, 4, 4]]),
             },
-            lacks=(
-                "guidance",
-                *["chunked prompt", "prompt token by token"]
-                * (CROPS_TO_LENGTH or CUTS_POSITIONS_BY_ROWS),
-            ),
-        ),
-        Family(
-            "mllama",
-            {"cross_attention_layers": [1]},
-            model_type="mllama_text_model",
-            layers=("h2o", "cross", "h2o"),
-            vision={
-                **_EYE,
-                "patch_size": 4,
-                "num_hidden_layers": 2,
-                "num_global_layers": 1,
-                "attention_heads": 2,
-                "vision_output_dim": 48,
-                "intermediate_layers_indices": [0, 1],
-                "max_num_tiles": 1,
-                "supported_aspect_ratios": [[1, 1]],
-            },
-            image={
-                "pixel_values": _PIXELS.reshape(1, 1, 1, 3, 8, 8),
-                "aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long),
-                "aspect_ratio_mask": torch.ones(1, 1, 1, dtype=torch.long),
-            },
-            lacks=("guidance", "chunked prompt", "prompt token by token"),
+            lacks=("guidance",),
         ),
         *[
             Family("qwen3_next", _LINEAR | _MOE | {"num_experts": 4}, layers=_TWICE),
@@ -346,8 +309,7 @@ FAMILIES = {
                 lacks=_EMBEDS,
             ),
             Family("zaya"),
-        ]
-        * HYBRIDS,
+        ],
         *[
             Family("gemma3n_text", _GEMMA_3N, layers=_SHARING),
             Family("gemma4_text", _GEMMA_4, layers=_SHARING),
@@ -406,7 +368,6 @@ LATENT = {
         Family("axk1", {**_LATENT_MOE, "v_head_dim": 20}),
         Family("longcat_flash", _LONGCAT),
     ]
-    * expands_after_cache(transformers.DeepseekV3ForCausalLM)  # older ones cache expanded keys
 }
 """Families with multi-head latent attention. youtu has so many heads that a decode step is a matrix
 product; the values of axk1 have the size of its keys."""
@@ -443,12 +404,12 @@ LATENT_AND_STATES = {
             layers=_TWICE,
         ),
     ]
-    if HYBRIDS and family.name in transformers.CONFIG_MAPPING
+    if family.name in transformers.CONFIG_MAPPING
 }
 """Families that have layers with latents and layers with states."""
 WITH_STATES = [name for name, x in FAMILIES.items() if "states" in x.layers or name in _WITH_KEYS]
 """Families with convolution or recurrent states, next to keys or instead of them."""
-LAYOUTS = ["qwen3_next", "lfm3", "nemotron_h", "falcon_h1", "zamba2"] if HYBRIDS else []
+LAYOUTS = ["qwen3_next", "lfm3", "nemotron_h", "falcon_h1", "zamba2"]
 """One family for each layout: layers with states before layers with keys, next to a sliding window,
 or next to layers with neither; states and keys in one layer; states in a shared block."""
 OTHERS = [name for name in FAMILIES if name not in WITH_STATES]
@@ -579,9 +540,6 @@ def with_image(name: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Te
         pixels * torch.linspace(1, 2, len(pixels))[(..., *[None] * (pixels.ndim - 1))]
     )
     more = {key: value.to(ids.device) for key, value in more.items()}
-    if "aspect_ratio_ids" in image:  # tokens after the image attend to it
-        seen = (ids == IMAGE).cumsum(1) > 0
-        more["cross_attention_mask"] = seen.long()[:, :, None, None]
     if "image_grid_thw" in image:
         more["mm_token_type_ids"] = (ids == IMAGE).long()
     return {**inputs, "input_ids": ids, **more}

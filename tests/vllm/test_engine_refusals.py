@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import sys
 import types
 
@@ -11,6 +12,7 @@ import pytest
 from transformers import AutoConfig
 
 import h2o.vllm
+from h2o.hf.modes import Mode, refusal
 from tests.launch import launch
 from tests.vllm.engines import engine, prompts, tiny
 from tests.vllm.engines import served as served_by
@@ -113,7 +115,7 @@ def test_models_with_states_are_refused(tmp_path):
     config.save_pretrained(tmp_path)
     arguments = {"model": str(tmp_path), "skip_tokenizer_init": True, "max_model_len": 256}
     config = EngineArgs(**arguments, additional_config={"h2o": SMALL})
-    with pytest.raises(ValueError, match="layers with states"):
+    with pytest.raises(ValueError, match=re.escape(refusal({Mode.VLLM, Mode.HYBRID}))):
         validation.check_supported(config.create_engine_config())
 
 
@@ -121,7 +123,7 @@ def test_models_with_states_are_refused(tmp_path):
     ("name", "config", "message"),
     [
         ("mistral", {"sliding_window": 16}, "layers with a sliding window"),
-        ("deepseek_v3", {}, "multi-head latent attention"),
+        ("deepseek_v3", {}, re.escape(refusal({Mode.VLLM, Mode.LATENT}))),
     ],
 )
 def test_kinds_of_attention_are_refused(name, config, message, tmp_path):
@@ -135,7 +137,6 @@ def test_kinds_of_attention_are_refused(name, config, message, tmp_path):
     [
         ({"alibi_slopes": [0.5] * 4}, "ALiBi"),
         ({"sliding_window": 16}, "layers with a sliding window"),
-        ({"kv_sharing_target_layer_name": "layers.0"}, "layers that share the keys of another"),
         ({"sinks": torch.zeros(4)}, "learned sinks"),
         ({"attn_type": AttentionType.ENCODER_ONLY}, "attention of the kind encoder_only"),
     ],
@@ -144,6 +145,12 @@ def test_kinds_of_layers_are_refused(given, message):
     """Layers are made as vLLM's models make them."""
     with pytest.raises(ValueError, match=f"h2o does not support {message}.* in vLLM"):
         plugin.H2OAttention(4, 32, 1.0, 2, **given)
+
+
+def test_keys_of_other_layers_are_refused():
+    """A model shares keys only if vLLM says so to the layer that has none of its own."""
+    with pytest.raises(ValueError, match=re.escape(refusal({Mode.VLLM, Mode.SHARED_KEYS}))):
+        plugin.H2OAttention(4, 32, 1.0, 2, kv_sharing_target_layer_name="layers.0")
 
 
 def test_values_of_another_size_than_keys_are_refused(llama):

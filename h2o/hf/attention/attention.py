@@ -25,7 +25,7 @@ from h2o import compat
 from h2o.compat_wrappers import is_transformed
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import AttentionCall
-from h2o.hf.model_traits.layer_kinds import CROSS_ATTENTION, cross_attention_layers
+from h2o.hf.model_traits.layer_kinds import CROSS_ATTENTION
 from h2o.hf.model_traits.shared_keys import Pads, pads_of
 from h2o.sink_logits import softmax
 
@@ -79,12 +79,16 @@ def h2o_attention_forward(
     if type(attention_mask) is Pads:
         attention_mask = pads_of(attention_mask)
     layer: Any = getattr(key, "h2o_layer", None)
+    causal = looks_back_only(module, is_causal)
     if layer is not None:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         error = None
-        if layer.guard.may_be_transformed:
+        the_pass = layer.guard.current
+        if the_pass is None or the_pass.may_be_transformed:
             error = find_transform(query, key, value, s_aux)
-        if error is None:
+        is_plain = causal and sliding_window is None and _FOREIGN.keys().isdisjoint(kwargs)
+        if error is None and not (
+            is_plain and (attention_mask is None or attention_mask.ndim == 2)
+        ):
             error = find_unsupported(module, kwargs, attention_mask, sliding_window, causal)
         call = AttentionCall(
             module, query, key, value, attention_mask, scaling, softcap or 0.0, dropout,
@@ -93,7 +97,6 @@ def h2o_attention_forward(
         return layer.attend(call), None
     if feature := _foreign(kwargs):
         raise _unsupported_error(module, feature)
-    causal = looks_back_only(module, is_causal)
     mask = _dense_mask(query, key, attention_mask, causal)
     how = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux, "dropout": dropout}
     if s_aux is not None:
@@ -257,14 +260,8 @@ def _dense_mask(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -
 
 
 def looks_back_only(module: nn.Module, is_causal: bool | None) -> bool:
-    """Whether attention is causal. If `is_causal` is None, the module decides, and attention to
-    images is not causal."""
-    if is_causal is not None:
-        return is_causal
-    of_images = cross_attention_layers(getattr(module, "config", None))
-    if getattr(module, "layer_idx", None) in of_images:
-        return False
-    return getattr(module, "is_causal", True)
+    """Whether attention is causal. If `is_causal` is None, the module decides."""
+    return getattr(module, "is_causal", True) if is_causal is None else is_causal
 
 
 def softmax_attention(

@@ -11,8 +11,7 @@ cache with one row for each prompt. Prefilled one by one they would take longer 
     8 prompts of   8 tokens: 2.7    32 tokens: 1.6    128 tokens: 1.15   (SmolLM2, one thread, AVX2)
     64 prompts of 16 tokens: 8.6    64 tokens: 6.9    128 tokens: 4.6    (Llama-3.1-8B's size, H200)
 
-The keys that a row keeps depend on its own tokens only. A graph takes longer prompts together too,
-and packs them into one row of tokens instead of padding them (`h2o.hf.batching.compiled_prefill`).
+The keys that a row keeps depend on its own tokens only.
 
 Shape letters: B prompts, n requests.
 """
@@ -28,12 +27,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from h2o.compat import with_cache
+from h2o.compat_calls import ModelCall
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_switch import use_attention
-from h2o.hf.batching.compiled_prefill import CompiledPrefill
 from h2o.hf.batching.prefix import PrefixError
 from h2o.hf.batching.request import ActiveRequest, Prompt, Request, Result, Settings
-from h2o.hf.batching.row_batch import RowBatch, row_bytes, row_report
+from h2o.hf.batching.row_batch import RowBatch, row_report
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.model_traits.wrappers import forward_accepts, input_device, unwrap
 
@@ -59,21 +58,10 @@ ELSEWHERE = Limits(tokens=2048, pads=512)
 class Scheduler:
     """Scheduler of one call: its rows, the active requests in them, and the waiting prompts."""
 
-    def __init__(
-        self, settings: Settings, prompts: Iterable[Prompt], batch: RowBatch, rows: int | None,
-        bytes: int | None,
-    ) -> None:  # fmt: skip
+    def __init__(self, settings: Settings, prompts: Iterable[Prompt], batch: RowBatch) -> None:
         self.settings = settings
         self.waiting = enumerate(prompts)
         self.batch = batch
-        self.rows, self.bytes = rows, bytes
-        self.uses_graph_prefill = (
-            batch.compiled is not None
-            and settings.prefix is None
-            and CompiledPrefill.can_compile(settings.model, settings.config)
-        )
-        self.compiled_prefill: CompiledPrefill | None = None
-        """Made after the first prompt, if later prompts are prefilled by a graph"""
         self.running: dict[int, ActiveRequest] = {}
         """Requests of the active rows, by row number"""
         self.prefilling: list[ActiveRequest] = []
@@ -116,14 +104,8 @@ class Scheduler:
             yield from self._prefill()
 
     def _idle_rows(self) -> int:
-        """Number of idle rows. Until the bytes of a row are known, one row is assumed."""
-        rows = len(self.batch.tokens) or self.rows or 1
-        return rows - len(self.running)
-
-    @property
-    def _waits_for_graph(self) -> bool:
-        """Whether later prompts are prefilled by a graph, which needs a first prompt's budgets."""
-        return self.uses_graph_prefill and self.compiled_prefill is None
+        """Number of idle rows."""
+        return len(self.batch.tokens) - len(self.running)
 
     def _begin(self) -> Iterator[Result]:
         """Choose the prompts to prefill next: one, or several short ones for the idle rows."""
@@ -139,22 +121,13 @@ class Scheduler:
                 return
             self.prefilling.append(self.next)
             self.next = None
-            if self._waits_for_graph or not can_share(self.prefilling[0]):
+            if not can_share(self.prefilling[0]):
                 return
 
     def _prepare(self, index: int, prompt: Prompt) -> Iterator[Result]:
         request = prompt if isinstance(prompt, Request) else Request(prompt)
         try:
-            if self.bytes is not None and request.config is not None:
-                raise ValueError(
-                    "a request with its own budget needs rows=: bytes= fixes the size of a row"
-                )
             self.next = ActiveRequest(index, request, self.settings)
-            pins = self.next.cache.guard.pins
-            if self.bytes is not None and pins and self.settings.config.head_shares is not None:
-                raise ValueError("pinned keys change head_shares: give rows= instead of bytes=")
-            if (compiled := self.compiled_prefill) and request.config is None and not pins:
-                self.next.cache, self.next.compiled_prefill = compiled.cache, compiled
         except UnsupportedError:
             raise
         except Exception as error:  # concerns this prompt only; the others continue
@@ -216,19 +189,9 @@ class Scheduler:
     def _join(self, joining: dict[int, ActiveRequest], cache: H2OCache) -> None:
         """Copy prefilled prompts, given by their rows of `cache`, into idle rows of the batch."""
         settings, batch = self.settings, self.batch
-        if not batch.tokens:
-            each = row_bytes(cache)
-            rows = self.rows or self.bytes // each
-            if rows == 0:
-                raise ValueError(
-                    f"bytes={self.bytes:,} cannot hold a row, which takes {each:,} in this config"
-                )
-            batch.make_rows(rows)
         idle = [row for row, n in enumerate(batch.tokens) if n == 0][: len(joining)]
         tokens = [running.prompt_tokens + settings.virtual for running in joining.values()]
         batch.join(idle, cache, list(joining), tokens)
-        if self._waits_for_graph and cache.config == settings.config:
-            self.compiled_prefill = CompiledPrefill(settings.model, cache, len(batch.tokens))
         for row, running in zip(idle, joining.values(), strict=True):
             running.cache = None  # its tensors were copied
             self.running[row] = running
@@ -291,12 +254,8 @@ def can_share(request: ActiveRequest) -> bool:
 
 def fits(request: ActiveRequest, group: Sequence[ActiveRequest]) -> bool:
     """Whether a prompt is prefilled with a group of others that all can share a pass."""
-    compiled = group[0].compiled_prefill
-    if not can_share(request) or request.compiled_prefill is not compiled:
+    if not can_share(request):
         return False
-    if compiled is not None:
-        tokens = sum(x.prompt_tokens for x in (*group, request))
-        return len(group) < compiled.prompts and tokens <= TOKENS_A_STEP
     on_cpu = input_device(request.settings.model).type == "cpu"
     limits = ON_CPU if on_cpu else ELSEWHERE
     lengths = [x.prompt_tokens for x in group]
@@ -306,25 +265,13 @@ def fits(request: ActiveRequest, group: Sequence[ActiveRequest]) -> bool:
     return after <= limits.tokens and pads <= limits.pads
 
 
+@torch.no_grad()
 def prefill_together(group: Sequence[ActiveRequest]) -> tuple[H2OCache, Tensor]:
-    """Prefill the prompts of a group.
+    """Prefill the prompts of a group in one pass, padded on the left.
 
     Returns:
         A cache with a row for each prompt, and logits [B, vocabulary] of their first new tokens.
     """
-    compiled = group[0].compiled_prefill
-    with torch.no_grad():
-        if compiled is None:
-            prefilled = _prefill_padded(group)
-        else:
-            logits = compiled.prefill([x.ids for x in group], **group[0].last_logits)
-            prefilled = compiled.cache, logits
-    for request in group:
-        request.tokens_prefilled = request.prompt_tokens
-    return prefilled
-
-
-def _prefill_padded(group: Sequence[ActiveRequest]) -> tuple[H2OCache, Tensor]:
     settings, lengths = group[0].settings, [x.prompt_tokens for x in group]
     rows = [x.ids[0] for x in group]
     ids, mask = (
@@ -332,13 +279,18 @@ def _prefill_padded(group: Sequence[ActiveRequest]) -> tuple[H2OCache, Tensor]:
         for x in (rows, [torch.ones_like(row) for row in rows])
     )
     cache = H2OCache(settings.model.config, settings.config, prompt_length=lengths)
-    output = settings.model(
-        input_ids=ids,
-        attention_mask=None if min(lengths) == max(lengths) else mask,
-        position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-        use_cache=True,
-        **with_cache(cache),
-        **group[0].last_logits,
-    )
+    padding = None if min(lengths) == max(lengths) else mask
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with cache.guard.telling(ModelCall.of(settings.model, ids, padding, positions)):
+        output = settings.model(
+            input_ids=ids,
+            attention_mask=padding,
+            position_ids=positions,
+            use_cache=True,
+            **with_cache(cache),
+            **group[0].last_logits,
+        )
+    for request in group:
+        request.tokens_prefilled = request.prompt_tokens
     logits: Tensor = output.logits[:, -1]
     return cache, logits

@@ -29,8 +29,7 @@ def generate_all(
     prompts: Iterable[Prompt],
     h2o_config: H2OConfig | None = None,
     *,
-    rows: int | None = None,
-    bytes: int | None = None,
+    rows: int,
     max_new_tokens: int | None = None,
     generation_config: Any = None,
     tokenizer: Any = None,
@@ -63,11 +62,9 @@ def generate_all(
         prompts: each a text, a chat, token ids or a `Request`. May be an endless iterator: a prompt
             is taken only when a row is idle.
         h2o_config, parameters: as for `H2OCache`. Fractions are of each prompt.
-        rows: number of requests that are decoded at a time.
-        bytes: instead of `rows`, memory for all rows, with all tensors of the cache. Prompts being
-            prefilled (one, or short ones of up to 512 tokens, 2,048 on a GPU) need memory for keys
-            and values on top, and `compileable` a quarter of the rows more, at most 8. Not with
-            budgets that depend on the prompt or per-request budgets.
+        rows: number of requests that are decoded at a time. `h2o info --memory` counts how many
+            fit. Prompts being prefilled (one, or short ones of up to 512 tokens, 2,048 on a GPU)
+            need memory for keys and values on top.
         max_new_tokens, generation_config: as for `generate()`.
         tokenizer: needed for prompts that are texts or chats, for stop strings and `Result.text`.
         prefix: a cache of one row and the same settings that has read what all prompts begin with,
@@ -78,12 +75,10 @@ def generate_all(
             pins the system turn of a chat.
         on_token: called with the index of a request and each new token.
         as_completed: yield results as they finish, not in the order of the prompts.
-        compileable: use torch.compile: one graph for the decode steps of all rows, and one for
-            prompts of any length after the first, up to 8 of them and 2,048 tokens in one forward
-            pass. Compiling each takes about a minute. Give budgets in tokens: with fractions a
-            longer prompt lengthens all rows, so that steps are compiled again, and prefill is
-            eager. Prefill is also eager after a prefix, with pins, and with a request's own budget.
-            A model that cannot be compiled runs eagerly, with a warning.
+        compileable: use torch.compile: one graph for the decode steps of all rows. Compiling takes
+            about a minute. Prompts are prefilled eagerly. Give budgets in tokens: with fractions a
+            longer prompt lengthens all rows, so that steps are compiled again. A model that cannot
+            be compiled runs eagerly, with a warning.
         chat_template_kwargs: arguments of the chat template, such as `{"enable_thinking": False}`
             or `{"tools": [...]}`, for each prompt that is a chat and whose `Request` has none.
 
@@ -92,35 +87,29 @@ def generate_all(
         and the others continue. Exceptions raised by `prompts` or `on_token` propagate.
 
     Raises:
-        UnsupportedError: beam search or assisted decoding; layers with sliding windows or images.
-        ValueError: `rows` and `bytes` both given or both missing, or an invalid argument. All
-            prompts of a list are texts or chats, and there is no `tokenizer`. The first prompt
-            does not begin with the tokens of `prefix`.
+        UnsupportedError: beam search or assisted decoding; layers with sliding windows.
+        ValueError: an invalid argument. All prompts of a list are texts or chats, and there is no
+            `tokenizer`. The first prompt does not begin with the tokens of `prefix`.
         TypeError: `tokenizer`, `prefix` or `chat_template_kwargs` is something else, or a keyword
             is unknown.
     """
     if isinstance(prefix, H2OCache) and h2o_config is None and not parameters:
         h2o_config = prefix.config
     config = resolve_config(h2o_config, parameters, generate_all).for_model(model)
-    if (rows is None) == (bytes is None):
-        raise ValueError("give either rows= (requests at a time) or bytes= (memory of the rows)")
-    for name, value in (("rows", rows), ("bytes", bytes), ("max_new_tokens", max_new_tokens)):
-        if value is not None:
-            check_count(name, value)
+    check_count("rows", rows)
+    if max_new_tokens is not None:
+        check_count("max_new_tokens", max_new_tokens)
     check_seed(seed)
     check_flag("as_completed", as_completed)
     check_flag("compileable", compileable)
     if isinstance(prompts, str | Mapping):
         raise ValueError(f"prompts is a single {type(prompts).__name__}; pass a list of prompts")
-    if bytes is not None and (config.needs_prompt_length or config.shares_by_echo):
-        raise ValueError(
-            "the size of a row depends on its prompt, because budgets are fractions or shared by "
-            "echo. Use rows= instead of bytes=, or heavy and recent in tokens, not shared by echo"
-        )
     check_generation(generation_config)
     check_template_arguments({} if chat_template_kwargs is None else chat_template_kwargs)
     check_tokenizer(tokenizer, prompts if isinstance(prompts, Sequence) else ())
-    batch = RowBatch(model, config, compileable)
+    if isinstance(prompts, Sized):
+        rows = max(1, min(rows, len(prompts)))
+    batch = RowBatch(model, config, rows, compileable)
     config = batch.cache.config  # a model without rotary positions, for example, has no echo
     if prefix is not None:
         prefix = check_prefix(prefix, config).fork()  # the caller may continue with the original
@@ -128,9 +117,7 @@ def generate_all(
         model, config, generation_config, max_new_tokens, tokenizer, prefix, seed, pinned,
         on_token, batch.angles, chat_template_kwargs or {},
     )  # fmt: skip
-    if rows is not None and isinstance(prompts, Sized):
-        rows = max(1, min(rows, len(prompts)))
-    results = Scheduler(settings, prompts, batch, rows, bytes).run()
+    results = Scheduler(settings, prompts, batch).run()
     return results if as_completed else _in_order(results)
 
 

@@ -43,7 +43,7 @@ def check_prompt(prefix: H2OCache, tokens: int, ids: Tensor) -> None:
     more."""
     if ids.shape[1] <= tokens:
         what = f"the prompt has {ids.shape[1]} tokens and the prefix {tokens}"
-    elif prefix.guard.text.differing_rows(ids[:, :tokens], None):
+    elif prefix.guard.state.text.differing_rows(ids[:, :tokens], None):
         what = f"the first {tokens} tokens of the prompt are not those that the prefix has read"
     else:
         return

@@ -25,10 +25,10 @@ from transformers.generation import (
 )
 
 from h2o.compat import with_cache
+from h2o.compat_calls import ModelCall
 from h2o.compat_wrappers import num_virtual_tokens
 from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
-from h2o.hf.batching.compiled_prefill import CompiledPrefill
 from h2o.hf.batching.prefix import check_prompt
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.cache.cache_plan import get_plan
@@ -36,6 +36,7 @@ from h2o.hf.cache_state.pins import Pins
 from h2o.hf.chat.chat_template import arguments_of, is_chat, prompt_ids
 from h2o.hf.chat.system_turn import system_span
 from h2o.hf.model_traits.wrappers import check_pins, input_device, model_after_prompt
+from h2o.hf.modes import Mode, check_modes
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope, positions_after
 from h2o.hf.support import text_config_of
 from h2o.number_checks import check_count, check_seed
@@ -263,6 +264,8 @@ def check_generation(settings: Any) -> None:
             "generation_config has token_healing=True, which generate_all does not support: leave "
             "it out, or call model.generate() with an H2OCache"
         )
+    if (getattr(settings, "num_beams", None) or 1) > 1:
+        check_modes({Mode.GENERATE_ALL, Mode.BEAMS})
     for name in ("attentions", "hidden_states", "logits", "scores"):
         if getattr(settings, f"output_{name}", None):
             raise UnsupportedError(
@@ -285,7 +288,6 @@ class ActiveRequest:
         self.ids = settings.ids_of(request)
         self.prompt_tokens = self.ids.shape[1]
         self.cache = settings.cache_for(request, self.ids)
-        self.compiled_prefill: CompiledPrefill | None = None
         self.tokens_prefilled = max(0, int(self.cache.get_seq_length()) - settings.virtual)
         if self.tokens_prefilled:
             check_prompt(self.cache, self.tokens_prefilled, self.ids)
@@ -345,23 +347,21 @@ class ActiveRequest:
         new token."""
         settings, begin = self.settings, self.tokens_prefilled
         ids = self.ids[:, begin : begin + self.chunk]
-        forward: Any = self.compiled_prefill
-        if forward is None:
-            forward = model_after_prompt(settings.model) if begin else settings.model
-        elif begin == 0:
-            forward.empty()
+        forward = model_after_prompt(settings.model) if begin else settings.model
         where = {}
         if begin or not settings.virtual:
-            seen = begin + settings.virtual + (self.cache.guard.row_state(0).offset or 0)
+            seen = begin + settings.virtual + (self.cache.guard.state.row(0).offset or 0)
             where = positions_after(settings.model, seen, ids)
         settings.angles.forget()
-        output = forward(
-            input_ids=ids,
-            use_cache=True,
-            **where,
-            **with_cache(self.cache),
-            **self.last_logits,
-        )
+        call = ModelCall.of(settings.model, ids, None, where.get("position_ids"))
+        with self.cache.guard.telling(call):
+            output = forward(
+                input_ids=ids,
+                use_cache=True,
+                **where,
+                **with_cache(self.cache),
+                **self.last_logits,
+            )
         self.tokens_prefilled += ids.shape[1]
         return output.logits[:, -1] if self.tokens_prefilled == self.prompt_tokens else None
 

@@ -10,6 +10,8 @@ Shape letters: n active rows, those that are not idle.
 
 from __future__ import annotations
 
+import textwrap
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,44 +19,41 @@ import torch
 from torch import Tensor
 
 from h2o.compat import with_cache
+from h2o.compat_wrappers import compile_errors
 from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
-from h2o.hf.batching.compiled_prefill import CompiledForward
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.cache_state import recurrent_states
 from h2o.hf.layers.layer import H2OLayer
-from h2o.hf.model_traits.layer_kinds import has_states, kind_of
+from h2o.hf.model_traits.layer_kinds import has_states
 from h2o.hf.model_traits.wrappers import check_passes, input_device, model_after_prompt
+from h2o.hf.modes import Mode, check_modes, config_modes
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
+from h2o.hf.support import model_modes
 
 
 class RowBatch:
     """A cache of several rows for a model. `join` copies rows of other caches into it.
 
     Args:
+        rows: number of rows, all idle at first.
         compileable: compile decode steps with torch.compile, one graph for all steps.
 
     Raises:
-        UnsupportedError: the model has layers with sliding windows or for images, or it has both
-            states and rotary angles that depend on the length of the text.
+        UnsupportedError: the model has layers with sliding windows, or it has both states and
+            rotary angles that depend on the length of the text.
     """
 
-    def __init__(self, model: Any, config: H2OConfig, compileable: bool = False) -> None:
+    def __init__(self, model: Any, config: H2OConfig, rows: int, compileable: bool) -> None:
         check_passes(model, "generate_all")
         self.model = model_after_prompt(model)
-        self.compiled = CompiledForward(self.model, "steps") if compileable else None
+        self.compiled = CompiledForward(self.model) if compileable else None
         self.cache = H2OCache(model.config, config, compileable=compileable)
+        check_modes({Mode.GENERATE_ALL, *config_modes(self.cache.config), *model_modes(model)})
         self.cache.guard.has_independent_rows = True
-        for index, layer in enumerate(self.cache.layers):
-            if kind_of(layer) in ("sliding", "cross"):
-                raise UnsupportedError(
-                    "generate_all needs full attention or states in all layers, but "
-                    f"layer {index} is a {type(layer).__name__}: call model.generate() with an "
-                    "H2OCache for each batch of prompts"
-                )
-        self.tokens: list[int] = []
+        self.tokens = [0] * rows
         """Number of tokens that each row has seen; 0 if the row is idle"""
-        self.offsets: list[int] = []
+        self.offsets = [0] * rows
         """Difference between each row's next position and its number of tokens"""
         self._selected_rows: list[int] = []
         self._has_states = any(map(has_states, self.cache.layers))
@@ -65,10 +64,6 @@ class RowBatch:
                 "depend on the length of the text: call model.generate() with an H2OCache for each "
                 "prompt"
             )
-
-    def make_rows(self, rows: int) -> None:
-        """Set the number of rows, all idle, before the first `join`."""
-        self.tokens, self.offsets = [0] * rows, [0] * rows
 
     def join(
         self, rows: list[int], joining: H2OCache, source_rows: list[int], tokens: list[int]
@@ -82,13 +77,17 @@ class RowBatch:
         """
         for row, source_row, n in zip(rows, source_rows, tokens, strict=True):
             self.tokens[row] = n
-            self.offsets[row] = joining.guard.row_state(source_row).offset or 0
+            self.offsets[row] = joining.guard.state.row(source_row).offset or 0
         B, longest = len(self.tokens), max(self.tokens)
         for layer, other in zip(self.cache.layers, joining.layers, strict=True):
             if isinstance(layer, H2OLayer):
                 layer.take_rows(rows, other, source_rows, B, longest)
             if has_states(layer):
                 recurrent_states.take_row(layer, rows[0], other, B)
+        guard = self.cache.guard
+        guard.settle()
+        columns = guard.state.columns or joining.guard.state.columns
+        guard.put(guard.state._replace(columns=columns, longest=longest))
 
     def leave(self, row: int) -> None:
         """Make a row idle."""
@@ -152,6 +151,24 @@ class RowBatch:
         for layer in h2o_layers(self.cache):
             numbers = torch.tensor(rows, dtype=torch.int32, device=layer.slots.keys.device)
             layer.select_rows(numbers if rows else None)
+
+
+class CompiledForward:
+    """Call a model through torch.compile, or eagerly after a warning if compiling fails."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._graph = torch.compile(model.forward, fullgraph=True)
+
+    def __call__(self, **inputs: Any) -> Any:
+        if self._graph is not None:
+            try:
+                return self._graph(**inputs)
+            except compile_errors() as error:  # raised before anything has run
+                reason = textwrap.shorten(str(error), 300, placeholder=" ...")
+                warnings.warn(f"steps are not compiled: {reason}", RuntimeWarning, stacklevel=2)
+                self._graph = None
+        return self._model(**inputs)
 
 
 def h2o_layers(cache: H2OCache) -> list[H2OLayer]:

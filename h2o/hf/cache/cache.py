@@ -26,7 +26,7 @@ from h2o.config.fields import CacheFields, ConfigFields, Pinned, PromptLength
 from h2o.hf.cache import cache_file
 from h2o.hf.cache.cache_inspection import CacheInspection, checks_config
 from h2o.hf.cache.cache_plan import get_plan
-from h2o.hf.cache.continuation import check_text, no_new_tokens, warn_of_many_graphs
+from h2o.hf.cache.continuation import no_new_tokens, plan_pass, warn_of_many_graphs
 from h2o.hf.cache.from_dynamic_cache import import_dynamic_cache
 from h2o.hf.cache_state import recurrent_states
 from h2o.hf.cache_state.pass_guard import NUMBER_LAYERS, PassGuard
@@ -42,7 +42,8 @@ from h2o.hf.model_traits.layer_kinds import (
     without_gradients,
 )
 from h2o.hf.model_traits.wrappers import check_pins, unwrap
-from h2o.hf.support import text_config_of
+from h2o.hf.modes import Mode, check_modes, config_modes
+from h2o.hf.support import split_modes, text_config_of
 from h2o.number_checks import check_count
 
 
@@ -81,7 +82,7 @@ class H2OCache(CacheInspection):
         trace: record when each key is evicted; see `evicted_at`.
         compileable: let torch.compile capture all decode steps in one graph. Slots for the whole
             budget are allocated at once. Not supported with `trace`, cache-relative positions,
-            sliding windows, layers for images, latent attention or keys shared between layers.
+            sliding windows, latent attention or keys shared between layers.
 
     Raises:
         UnsupportedError: (a ValueError) h2o does not support the model. The message says why.
@@ -106,9 +107,10 @@ class H2OCache(CacheInspection):
         check_pins(config, pinned)
         model, config = config, text_config_of(config)
         plan = get_plan(model, config, h2o_config)
-        guard = PassGuard(prompt_length, plan.kinds, plan.last, plan.number_of_states)
+        check_modes(plan.modes | split_modes(model))
+        pins = Pins.of(pinned, plan.h2o_config.decay)
+        guard = PassGuard(prompt_length, plan.kinds, plan.last, plan.number_of_states, pins)
         layers = plan.layers(guard, trace=trace, compileable=compileable)
-        guard.pins = Pins.of(pinned, plan.h2o_config.decay)
         guard.plans = plan.plans
         guard.drops_cache_after = plan.drops_cache_after
         guard.has_rope_deltas = config.get_text_config(decoder=True) is not config
@@ -165,6 +167,7 @@ class H2OCache(CacheInspection):
                 `attention_mask` has the wrong shape.
         """
         converted = cls(config, h2o_config, **parameters)
+        check_modes({Mode.FROM_DYNAMIC, *config_modes(converted.config)})
         import_dynamic_cache(cache, converted.layers, converted.guard, attention_mask)
         return converted
 
@@ -252,18 +255,22 @@ class H2OCache(CacheInspection):
             if not self.is_compileable:
                 warn_of_many_graphs()
             return super().get_mask_sizes(query_length, layer_idx)
-        self.guard.check_thread()
-        if self.guard.has_states:
+        guard = self.guard
+        if guard.counter is not None:
+            guard.settle()
+        if guard.has_states:
             for layer in filter(has_states, self.layers):
                 recurrent_states.make_writable(layer)
-        if not self.is_compileable or self.guard.is_under_way:
-            self._check_layers_agree()
-        seen = int(self.get_seq_length())
+        if guard.current is not None or guard.has_states:
+            guard.check_complete()
         if query_length == 0:
-            raise no_new_tokens(seen)
-        sizes = super().get_mask_sizes(query_length, layer_idx)  # before another thread changes it
-        check_text(self, seen, query_length)
-        self._warn_of_growth(seen, query_length)
+            raise no_new_tokens(guard.state.columns)
+        sizes = query_length, guard.columns  # before another thread changes it
+        if guard.kinds[layer_idx] != "h2o":
+            sizes = super().get_mask_sizes(query_length, layer_idx)
+        guard.planned = plan_pass(self, query_length)
+        if query_length > 1 and guard.state.columns:
+            self._warn_of_growth(guard.state.columns, query_length)
         return sizes
 
     def reset(self) -> None:
@@ -275,7 +282,7 @@ class H2OCache(CacheInspection):
         self.guard.check_thread()
         super().reset()
         for layer in self.layers:  # transformers may zero these tensors instead of dropping them
-            if kind_of(layer) in ("sliding", "cross"):
+            if kind_of(layer) == "sliding":
                 layer.keys = layer.values = None
                 layer.is_initialized = False
             if has_states(layer):
@@ -285,10 +292,9 @@ class H2OCache(CacheInspection):
     def crop(self, tokens: int) -> None:
         """Remove the last tokens. Removing all tokens is the same as `reset()`.
 
-        `tokens` means what it means in the installed version of transformers: minus the number of
-        tokens to remove, or before 5.16 the number to keep. Tokens can be removed if they came in
-        the last forward pass and that pass was recorded (`activate_past_recording`). The cache then
-        repeats the pass without them.
+        `tokens` is minus the number of tokens to remove, as in transformers. Tokens can be removed
+        if they came in the last forward pass and that pass was recorded
+        (`activate_past_recording`). The cache then repeats the pass without them.
 
         Raises:
             NotImplementedError: the pass was not recorded, or the tokens came in an earlier pass.
@@ -297,22 +303,21 @@ class H2OCache(CacheInspection):
 
         After an error all layers are unchanged.
         """
-        self.guard.check_thread()
-        left = crop.columns_left(tokens, seen := int(self.get_seq_length()))
+        guard = self.guard
+        guard.check_thread()
+        left = crop.columns_left(tokens, seen := guard.state.columns)
         if left == 0:
             self.reset()
             return
-        self._check_complete()
-        crop.crop(self.layers, tokens, seen, left)
-        self.guard.end_pass()  # the repeated one
-        self.guard.crop(left)
+        guard.check_complete()
+        crop.crop(self.layers, guard, tokens, seen, left)
 
     def activate_past_recording(self) -> None:
         """Record each forward pass from now on, so that `crop` can remove its tokens.
 
-        Assisted decoding and prompt lookup need this. From transformers 5.16 on they call it
-        themselves. Each layer then keeps a copy of its state before the last pass, and the queries,
-        keys and values of that pass. To stop recording, set `record_past = False` on each layer.
+        Assisted decoding and prompt lookup need this, and `generate()` calls it for them. Each
+        layer then keeps a copy of its state before the last pass, and the queries, keys and values
+        of that pass. To stop recording, set `record_past = False` on each layer.
         """
         self.guard.records_passes = True
         for layer in self.layers:
@@ -334,17 +339,15 @@ class H2OCache(CacheInspection):
                 f"layers from the model, {NUMBER_LAYERS}"
             )
         guard, layer = self.guard, self.layers[layer_idx]
-        if guard.kinds[layer_idx] == "cross":  # not part of every pass, so the guard ignores it
-            return layer.update(key_states, value_states)
-        guard.enter()
+        guard.enter(layer_idx, key_states.shape[2])
         try:
             keys_and_values = layer.update(key_states, value_states, *args, **kwargs)
         except Exception:
-            if layer_idx == guard.first and guard.waiting is None:
-                guard.end_pass()  # no layer has stored anything
+            guard.layer_rejected()
             raise
         if not isinstance(layer, H2OLayer):  # transformers' own layer has stored its keys by now
             free_keys_before_window(layer)
+            guard.layer_stored(layer_idx)
             guard.layer_done(layer_idx)
         return keys_and_values
 
@@ -383,13 +386,12 @@ class H2OCache(CacheInspection):
 
     def _change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         """Select or repeat the rows [B, ...] of every tensor, including recurrent states."""
-        self.guard.check_thread()
-        self.guard.text.drop_failed_pass(int(self.get_seq_length()))
+        self.guard.check_complete()
         self.guard.change_rows(change)
         for layer in self.layers:
             if isinstance(layer, H2OLayer):
                 layer.change_rows(change)
-            elif kind_of(layer) in ("sliding", "cross") and layer.is_initialized:
+            elif kind_of(layer) == "sliding" and layer.is_initialized:
                 layer.keys, layer.values = change(layer.keys), change(layer.values)
             if has_states(layer):
                 recurrent_states.each(layer, change)

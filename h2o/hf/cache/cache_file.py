@@ -23,7 +23,7 @@ from h2o.config import H2OConfig
 from h2o.config.profile import Profile
 from h2o.hf.cache_state.layer_snapshot import Snapshot, restore, take_snapshot
 from h2o.hf.cache_state.pins import Pins
-from h2o.hf.cache_state.row_state import RowState
+from h2o.hf.cache_state.state import CacheState
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.layers.pass_runners import CapturedRunner
 from h2o.hf.model_traits import tensor_parallel
@@ -32,7 +32,7 @@ from h2o.packages import version
 from h2o.utils.filesystem import atomic_write
 
 KIND = "h2o cache"
-LAYOUT = 4
+LAYOUT = 5
 """Version of the file format. Increase it when older versions of h2o cannot read new files."""
 
 
@@ -56,7 +56,6 @@ def _contents(
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors and metadata of a file."""
     snapshots = [_with_part(take_snapshot(layer), cache, model) for layer in cache.layers]
-    cache.guard.text.drop_failed_pass(int(cache.get_seq_length()))
     text = json.dumps(
         {
             "kind": KIND,
@@ -66,10 +65,8 @@ def _contents(
             "model_settings": model_settings,
             "record": record(model) if hasattr(model, "named_parameters") else None,
             "settings": _settings(cache),
-            "prompt_length": cache.guard.prompt_length,
             "pins": dataclasses.asdict(cache.guard.pins),
-            "rows": [dataclasses.asdict(state) for state in cache.guard.row_states],
-            "text": cache.guard.text.as_dict(),
+            "state": cache.guard.state.as_dict(),
             "layers": [snapshot.numbers for snapshot in snapshots],
         }
     )
@@ -88,7 +85,6 @@ def read(cls: Any, path: Path, model: Any, device: Any) -> Any:
     loaded = cls(
         model,
         settings["config"],
-        prompt_length=content["prompt_length"],
         trace=settings["trace"],
         compileable=settings["compileable"],
     )
@@ -96,14 +92,8 @@ def read(cls: Any, path: Path, model: Any, device: Any) -> Any:
         device = torch.device(getattr(model, "device", "cpu"))  # a config has none
         device = "cpu" if device.type == "meta" else device  # the model is offloaded
     _fill(loaded.layers, content, {name: x.to(device) for name, x in tensors.items()})
-    try:
-        loaded._check_complete()
-    except RuntimeError as error:
-        raise ValueError(f"{path}: {error}") from error
     guard = loaded.guard
-    guard.pins = Pins(**content["pins"])
-    guard.row_states = [RowState(**state) for state in content["rows"]]
-    guard.text.restore(content.get("text"))
+    guard.put(CacheState.from_dict(content["state"]), Pins(**content["pins"]))
     loaded.echo_replacement = settings.get("not_dealt", "")
     return loaded
 
@@ -182,7 +172,7 @@ def _with_part(snapshot: Snapshot, cache: Any, model: Any) -> Snapshot:
     Raises:
         ValueError: the layer holds only part of the heads, and no model was given.
     """
-    if not snapshot.numbers.get("unscored"):
+    if not cache.guard.state.unscored or "part" not in snapshot.numbers:
         return snapshot
     if model is not None:
         part = tensor_parallel.part_of_heads(model)

@@ -21,7 +21,7 @@ from h2o.hf.cache_state import recurrent_states
 from h2o.hf.cache_state.kept_keys import Kept, KeptToken
 from h2o.hf.cache_state.pass_guard import PassGuard, in_use_elsewhere
 from h2o.hf.cache_state.report import LayerReport, Report, explain_growth, has_outgrown
-from h2o.hf.cache_state.row_state import put_rope_deltas
+from h2o.hf.cache_state.state import put_rope_deltas
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.model_traits.layer_kinds import CROSS_ATTENTION, has_states, kind_of
 from h2o.utils.user_warning import warn_user
@@ -31,7 +31,6 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 _OTHERS = {
     "sliding": "has a sliding window and keeps transformers' own cache",
     "states": "has states, which transformers stores, but no keys",
-    "cross": "attends to images, whose keys are never evicted",
     "none": "stores nothing",
 }
 
@@ -62,10 +61,15 @@ class CacheInspection(Cache):
 
         Models with `rope_deltas` call this before they use them, so it also sets them to those of
         this cache."""
-        seen = super().get_seq_length(layer_idx)
-        if self.guard.has_rope_deltas:
-            put_rope_deltas(self.guard.row_states, is_empty=int(seen) == 0)
-        return seen
+        guard = self.guard
+        if guard.has_rope_deltas:
+            put_rope_deltas(guard.state)
+        return guard.columns
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `generate()` may compile the decode steps."""
+        return self.guard.counter is not None and super().is_compileable
 
     def __repr__(self) -> str:
         idle = "" if self.guard.plans else ", nothing is evicted: no layer has full attention"
@@ -161,16 +165,9 @@ class CacheInspection(Cache):
             if has_states(layer):
                 report = replace(report, bytes_states=recurrent_states.bytes_of(layer))
             reports.append(report)
-        guard = self.guard
-        is_broken = (
-            guard.waiting is not None
-            or guard.is_under_way
-            or guard.has_missed_states
-            or len(set(self._columns_seen())) > 1
-        )
         return Report(
             reports,
-            broken=is_broken,
+            broken=self.guard.is_broken,
             echo_replacement=self.echo_replacement,
             budget=self.config.described_budget,
             prompt_tokens=self._prompt_tokens(),
@@ -179,17 +176,17 @@ class CacheInspection(Cache):
     def _prompt_tokens(self) -> int:
         """Tokens of the longest prompt, if the budget is a fraction of it; 0 for a budget in tokens
         and before the prompt."""
-        lengths = self.guard.prompt_length
-        h2o_layers = (layer for layer in self.layers if isinstance(layer, H2OLayer))
-        first = next((x.prompt_columns for x in h2o_layers if x.plan.needs_prompt_length), 0)
-        if lengths is None or first == 0:
-            return first
-        return max([lengths] if isinstance(lengths, int) else lengths)
+        state = self.guard.state
+        if not state.prompt_columns:
+            return 0
+        if not any(plan.needs_prompt_length for plan in self.guard.plans.values()):
+            return 0
+        return max(state.prompts or [0])
 
     def _warn_of_growth(self, seen: int, new_tokens: int) -> None:
         """Warn once if a turn or a chunk of `new_tokens` tokens, after `seen` others, is evicted
         down to a fraction of a much shorter prompt."""
-        if new_tokens < 2 or seen == 0 or self._has_warned_of_growth:
+        if self._has_warned_of_growth:
             return
         total, prompt_tokens = seen + new_tokens, self._prompt_tokens()
         if has_outgrown(total, prompt_tokens) and any(
@@ -202,33 +199,23 @@ class CacheInspection(Cache):
 
     def is_prompt_only(self) -> bool:
         """Whether the cache has seen a single forward pass."""
-        h2o_layers = (layer for layer in self.layers if isinstance(layer, H2OLayer))
-        return any(0 < layer.seen == layer.prompt_columns for layer in h2o_layers)
-
-    def _check_complete(self) -> None:
-        """Raise RuntimeError if a forward pass was interrupted or another thread's is running."""
-        self.guard.check_thread()
-        self.guard.check_keys_arrived()
-        self._check_layers_agree()
+        state = self.guard.state
+        return 0 < state.columns == state.prompt_columns
 
     @contextmanager
     def _copying(self) -> Iterator[None]:
-        """Raise RuntimeError, before the block, for a cache that `_check_complete` rejects, and
+        """Raise RuntimeError, before the block, for a cache whose last pass was interrupted, and
         after it, if another thread has begun a forward pass meanwhile. The block may then have
         copied some tensors from before the pass and others from after it."""
-        self._check_complete()
-        seen = self._columns_seen()
+        guard = self.guard
+        guard.check_thread()
+        guard.check_complete()
+        guard.settle()
+        before = guard.state
         yield
-        self.guard.check_thread()
-        if self._columns_seen() != seen:
+        guard.check_thread()
+        if guard.state is not before:
             raise in_use_elsewhere()
-
-    def _check_layers_agree(self) -> None:
-        self.guard.check_layers_agree(self._columns_seen())
-
-    def _columns_seen(self) -> list[int]:
-        """Number of columns seen by each layer that holds keys of the text."""
-        return [int(self.layers[index].get_seq_length()) for index in self.guard.counting]
 
     def _h2o_layer(self, layer: int) -> H2OLayer:
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
 import json
 from typing import Any
@@ -22,7 +23,6 @@ from h2o.budgets import layer_amount
 from h2o.config import H2OConfig
 from h2o.config.layer_plan import LayerPlan
 from h2o.config.profile import Profile
-from h2o.errors import UnsupportedError
 from h2o.hf.cache_state.pass_guard import PassGuard
 from h2o.hf.layers.cache_relative_variant import CacheRelativeVariant
 from h2o.hf.layers.latent_variant import LatentVariant
@@ -31,11 +31,12 @@ from h2o.hf.layers.pass_runners import CapturedRunner, EagerRunner
 from h2o.hf.layers.plain_variant import PlainVariant
 from h2o.hf.layers.shared_variant import SharedVariant
 from h2o.hf.model_traits.layer_kinds import has_states, layers_of
+from h2o.hf.modes import Mode, config_modes
 from h2o.hf.prompt.cross_head_budget import CrossHeadBudget
 from h2o.hf.prompt.echo_scorer import EchoScorer, PromptEcho, adapt_config
-from h2o.hf.prompt.scorers import AttentionScorer, RandomScorer
+from h2o.hf.prompt.scorers import AttentionScorer
 from h2o.hf.rotary.model_rotary import ModelRotary, rotary_of
-from h2o.hf.support import Traits, drops_cache_after, setting_reasons, transformers_layers
+from h2o.hf.support import Traits, check_settings, drops_cache_after, transformers_layers
 from h2o.model_identity import describe, settings_of
 from h2o.number_checks import check_flag
 
@@ -55,7 +56,9 @@ class CachePlan:
         self._config, self._empty = config, transformers_layers(config)
         self.h2o_config, self._echo, self.echo_replacement = adapt_config(config, h2o_config)
         self._traits = Traits.of(config)
-        self._check_settings()
+        check_settings(self._traits, self.h2o_config)
+        self.modes = self._traits.modes | config_modes(self.h2o_config)
+        """The modes of the model and of the settings"""
         self.model_shape = describe(config)
         self.model_settings = json.dumps(settings_of(config))
         """JSON of the config's settings, for files. A text, because forks copy what a cache has"""
@@ -90,11 +93,13 @@ class CachePlan:
         """
         check_flag("trace", trace)
         check_flag("compileable", compileable)
-        self._check_settings(trace=trace, compileable=compileable)
+        more = {Mode.TRACE: trace, Mode.COMPILED: compileable}
+        check_settings(self._traits, self.h2o_config, *(mode for mode in more if more[mode]))
         angles, echo = copy.copy(self._angles), copy.copy(self._echo)
-        cross_head = None
         if self.h2o_config.shares_by_echo:
-            cross_head = CrossHeadBudget(self.plans, alike=self._alike)
+            guard.makes_pool = functools.partial(CrossHeadBudget, self.plans, alike=self._alike)
+        if compileable:
+            guard.count_in_tensor()
         own = self._empty
         if len(self.plans) < len(own):  # layers of transformers' own must not be shared by caches
             own = layers_of(self._config.get_text_config(decoder=True))
@@ -113,7 +118,7 @@ class CachePlan:
                     self.plans[index],
                     guard,
                     variant=self._variant(index, angles),
-                    scorer=self._scorer(index, echo, cross_head),
+                    scorer=self._scorer(index, echo),
                     runner=CapturedRunner() if compileable else EagerRunner(),
                     trace=trace,
                     **more,
@@ -129,19 +134,10 @@ class CachePlan:
         reused_by = self._traits.reused_by.get(layer)
         return SharedVariant(reused_by) if reused_by else PlainVariant()
 
-    def _scorer(
-        self, layer: int, echo: ModelRotary | None, cross_head: CrossHeadBudget | None
-    ) -> AttentionScorer:
-        if self.h2o_config.score_by == "random":
-            return RandomScorer()
+    def _scorer(self, layer: int, echo: ModelRotary | None) -> AttentionScorer:
         if echo is None:
             return AttentionScorer()
-        return EchoScorer(PromptEcho(echo, layer, self.plans[layer].policy), cross_head)
-
-    def _check_settings(self, **settings: bool) -> None:
-        """Raise `UnsupportedError` if the settings do not suit the model or each other."""
-        if reasons := setting_reasons(self._traits, self.h2o_config, **settings):
-            raise UnsupportedError(reasons[0])
+        return EchoScorer(PromptEcho(echo, layer, self.plans[layer].policy))
 
 
 def _with_lists(config: H2OConfig, kinds: tuple[str, ...]) -> H2OConfig:

@@ -19,20 +19,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from h2o.compat_calls import NewText, chunks_of_prompt, new_text
+from h2o.compat_calls import ModelCall, chunks_of_prompt, find_call
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention import mask_length_error
-from h2o.hf.cache_state.pass_guard import WITHOUT_CACHE, PassGuard
-from h2o.hf.cache_state.row_state import LastPass, NewColumns, RowState, broadcast, with_padding
+from h2o.hf.cache_state.pass_guard import WITHOUT_CACHE, ForwardPass, PassGuard
 from h2o.hf.cache_state.seen_text import SeenText
+from h2o.hf.cache_state.state import LastPass, NewColumns, after, broadcast, merge, with_padding
 from h2o.model_identity import difference, rotary_difference
 
 
-def check_text(cache: Any, seen: int, new: int) -> None:
-    """Check the mask, positions and ids of a forward pass with `new` columns.
-
-    This runs before any layer stores the tokens. For a first pass, record how the model counts
-    positions.
+def plan_pass(cache: Any, new: int) -> ForwardPass:
+    """Check the mask, positions and ids of a forward pass with `new` columns, which is about to
+    begin, and compute the state of the cache after it.
 
     Raises:
         UnsupportedError: a wrapper inserts embeddings before each decode step.
@@ -41,17 +39,18 @@ def check_text(cache: Any, seen: int, new: int) -> None:
             tokens. Or the mask disagrees with the cache about earlier padding, or sliding windows
             or states would count padding as text.
     """
-    guard = cache.guard
-    guard.states_of_pass = None
+    guard, before = cache.guard, cache.guard.state
+    seen = before.columns
     if guard.has_independent_rows:
-        return
+        return ForwardPass(before, after(before, new, before.rows), new)
     if guard.drops_cache_after is not None:
         guard.check_angles(seen, new)
-    text = new_text(cache)
+    text = guard.told
+    if text is None or text.ids.shape[1] != new:  # a wrapper inserts embeddings
+        text = find_call(cache)
     if text is None:
-        guard.text.mark_unknown()
-        guard.states_of_pass = [RowState(None)]
-        return
+        rows = merge(row._replace(offset=None) for row in before.rows)
+        return ForwardPass(before, after(before, new, rows), new)
     _check_model(cache, text.config)
     tokens: list[int] | None = [0]
     is_step = is_on_gpu = False
@@ -63,20 +62,24 @@ def check_text(cache: Any, seen: int, new: int) -> None:
             tokens = _tokens_seen(cache, seen, text.mask)
             is_step = _check_continuation(cache, seen, text, new, tokens)
     columns = _new_columns(guard, text, seen, new)
-    # A decode step changes no offset, since images come in longer passes.
-    states = guard.row_states if is_step else columns.advance(guard.row_states, tokens, seen)
-    if guard.counts_padding and not (is_on_gpu and not guard.ends_in_padding):
-        states = _check_padding(guard, states, text.mask, seen, new)
-    # None if nothing changes: a captured graph would depend on this.
-    guard.states_of_pass = None if states == guard.row_states else states
-    guard.last_pass = None
+    if guard.counts_padding and not (is_on_gpu and not before.ends_in_padding):
+        columns = columns._replace(whole_mask=_padding_mask(guard, text.mask, seen, new))
+    if guard.only_scores:
+        return ForwardPass(before, before, new)
+    if is_step:  # which changes no offset, since images come in longer passes
+        rows = before.rows
+        if columns.whole_mask is not None:
+            rows = with_padding(rows, columns.whole_mask)
+        then = after(before, new, rows, before.text.add(text.ids, text.mask))
+    else:
+        then = columns.advance(before, tokens)
     if guard.records_passes:
-        whole = text.mask if guard.counts_padding else None
-        guard.last_pass = LastPass(guard.row_states, tokens, whole, seen, columns.cut(new))
-    guard.text.record_ids(text.ids, text.mask, seen)
+        start = before._replace(last_pass=None)  # else each record would hold all earlier ones
+        then = then._replace(last_pass=LastPass(start, tokens, columns.cut(new)))
+    return ForwardPass(before, then, new)
 
 
-def _new_columns(guard: PassGuard, text: NewText, seen: int, new: int) -> NewColumns:
+def _new_columns(guard: PassGuard, text: ModelCall, seen: int, new: int) -> NewColumns:
     """The new columns of a pass.
 
     Raises:
@@ -89,7 +92,7 @@ def _new_columns(guard: PassGuard, text: NewText, seen: int, new: int) -> NewCol
         mask = mask[:, mask.shape[1] - new :]
     if positions is not None and (positions.shape[-1] != new or positions.is_meta):
         positions = None
-    return NewColumns(new, mask, positions)
+    return NewColumns(new, mask, positions, text.ids)
 
 
 def _check_model(cache: Any, config: Any) -> None:
@@ -140,7 +143,7 @@ _LOST_TURN = (
 """Advice for a server whose client has disconnected, or whose streamer raised an error"""
 
 
-def _check_can_continue(seen: int, text: NewText) -> None:
+def _check_can_continue(seen: int, text: ModelCall) -> None:
     """Raise an error for a pass that no cache with `seen` columns can continue."""
     if text.positions is not None and text.positions.numel() == 0:
         # With prefill_chunk_size generate() prefills ids of the text seen again if none are left.
@@ -159,14 +162,14 @@ def _tokens_seen(cache: Any, seen: int, mask: Tensor | None) -> list[int] | None
     if first is not None and first.slots is not None:
         counts: list[int] = first.slots.seen_tokens.tolist()
         return counts
-    known = cache.guard.text.counts(seen)
+    known = cache.guard.state.text.counts()
     if known is None and (mask is None or bool(mask.all())):  # no row has padding
         return [seen]
     return known
 
 
 def _check_continuation(
-    cache: Any, seen: int, text: NewText, new: int, tokens: list[int] | None
+    cache: Any, seen: int, text: ModelCall, new: int, tokens: list[int] | None
 ) -> bool:
     """Check mask, ids and positions of a pass that follows `tokens` in each row. Return whether it
     is a decode step that has the next position of each row."""
@@ -178,7 +181,7 @@ def _check_continuation(
             _check_counts([seen] * len(tokens), tokens, seen)
     is_whole = mask is None or mask.shape[1] == seen + new
     if is_whole and text.dropped is not None and text.dropped.shape[1] == seen:
-        check_ids(cache.guard.text, text.dropped, mask)
+        check_ids(cache.guard.state.text, text.dropped, mask)
     if tokens is None or positions is None or positions.shape[-1] != new:
         return False
     if len({len(tokens), positions.shape[1]} - {1}) > 1:
@@ -191,17 +194,17 @@ def _check_continuation(
     return _check_positions(cache.guard, seen, text, new, tokens, is_relative=is_relative)
 
 
-def _needs_mask(guard: PassGuard, seen: int, text: NewText, tokens: list[int]) -> bool:
+def _needs_mask(guard: PassGuard, seen: int, text: ModelCall, tokens: list[int]) -> bool:
     """Whether a pass may have no mask only if no row has padding. Sliding windows would attend to
     padding, and a model that numbers columns would count it, unless it has done so before."""
     if guard.has_windows:
         return True
-    offsets = broadcast(tokens, [state.offset for state in guard.row_states])
-    counts_columns = all(x is not None and n + x == seen for n, x in offsets)
+    rows = broadcast(tokens, guard.state.rows)
+    counts_columns = all(x.offset is not None and n + x.offset == seen for n, x in rows)
     return text.positions is not None and not text.is_chosen and not counts_columns
 
 
-def _is_step_on_gpu(text: NewText, new: int) -> bool:
+def _is_step_on_gpu(text: ModelCall, new: int) -> bool:
     """Whether this is a decode step whose tensors are on a GPU. Checking would stall each step."""
     mask, positions = text.mask, text.positions
     is_elsewhere = mask is not None and not mask.is_cpu
@@ -221,7 +224,7 @@ def _check_counts(said: list[int], tokens: list[int], seen: int) -> None:
 def _check_positions(
     guard: PassGuard,
     seen: int,
-    text: NewText,
+    text: ModelCall,
     new: int,
     tokens: list[int],
     *,
@@ -238,8 +241,8 @@ def _check_positions(
     assert text.positions is not None
     positions = text.positions.amin(0)
     expected = [
-        None if state.offset is None else n + state.offset
-        for n, state in broadcast(tokens, guard.row_states)
+        None if row.offset is None else n + row.offset
+        for n, row in broadcast(tokens, guard.state.rows)
     ]
     B = max(len(expected), len(positions))
     positions, expected = positions.expand(B, -1), expected * (B // len(expected))
@@ -266,7 +269,7 @@ def _check_positions(
     for row, end in enumerate(expected):
         real = positions[row] if mask is None else positions[row][mask[row % len(mask)]]
         first = int(positions[row, 0])
-        counts_columns = first == seen and guard.row_state(row).counts_columns
+        counts_columns = first == seen and guard.state.row(row).counts_columns
         if not end or not len(real) or bool(in_image[row % len(in_image)].any()):
             continue  # unknown, no tokens before, no tokens now, or an image
         if end in (first, int(real[0])) or counts_columns:
@@ -283,7 +286,7 @@ _UNBOUNDED = -(2**30)
 
 
 def _overlap(
-    guard: PassGuard, seen: int, text: NewText, new: int, late: Tensor, least: Tensor
+    guard: PassGuard, seen: int, text: ModelCall, new: int, late: Tensor, least: Tensor
 ) -> ValueError:
     """Error for positions that overlap those of earlier tokens: not `late` [B, Q]."""
     assert text.positions is not None
@@ -304,7 +307,7 @@ def _overlap(
             'positions of new tokens. Pad on the left (tokenizer.padding_side = "left"), or pass '
             f"position_ids that continue at {int(least[row])}"
         )
-    if mask is not None and (guard.row_state(row).offset or 0) > 0:
+    if mask is not None and (guard.state.row(row).offset or 0) > 0:
         return ValueError(
             f"the earlier tokens of row {row} have positions that count padding, because the model "
             "was given an attention_mask without position_ids, and generate() does not count it. "
@@ -321,24 +324,21 @@ def _overlap(
     )
 
 
-def _check_padding(
-    guard: PassGuard, states: list[RowState], mask: Tensor | None, seen: int, new: int
-) -> list[RowState]:
-    """Check the padding of a forward pass with `new` columns, which is about to begin, for a model
-    whose sliding windows or states count padding after a token as text. States also count padding
-    in a forward pass of one column.
+def _padding_mask(guard: PassGuard, mask: Tensor | None, seen: int, new: int) -> Tensor | None:
+    """The mask [B, seen + new] of a forward pass with `new` columns, for a model whose sliding
+    windows or states count padding after a token as text. States also count padding in a forward
+    pass of one column.
 
     Args:
-        states: of the rows after the pass.
-        mask: [B, seen + new], 0 at padding; None if the pass has no padding.
+        mask: as the pass was given it, 0 at padding.
 
     Returns:
-        The states, with `ends_in_padding`.
+        None if neither the last column nor the new ones are padding.
 
     Raises:
-        ValueError: a row has padding between tokens, or a pass of one column has padding.
+        ValueError: a pass of one column has padding, or no mask says what follows padding.
     """
-    was_padded = seen and guard.ends_in_padding
+    was_padded = seen and guard.state.ends_in_padding
     if mask is None or mask.shape[1] != seen + new:
         if was_padded:
             raise ValueError(
@@ -346,15 +346,15 @@ def _check_padding(
                 "attention_mask says what follows. Pass the earlier mask unchanged, followed by "
                 "the mask of the new columns"
             )
-        return with_padding(states, None)
+        return None
     if not was_padded and bool(mask[:, -new:].all()):
-        return with_padding(states, None)
+        return None
     if guard.has_states and new == 1 and not bool(mask.any(1).all()):
         raise ValueError(
             "a forward pass has a single column, and it is padding in some row. This model's "
             "states would count it as text. Prefill the prompt in one pass, or in larger chunks"
         )
-    return with_padding(states, mask)
+    return mask
 
 
 @torch.compiler.disable

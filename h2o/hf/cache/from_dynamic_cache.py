@@ -14,10 +14,11 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 from h2o.errors import UnsupportedError
 from h2o.hf.cache_state import recurrent_states
 from h2o.hf.cache_state.pass_guard import PassGuard
-from h2o.hf.cache_state.row_state import RowState, with_padding
-from h2o.hf.layers.cache_relative_variant import CacheRelativeVariant
+from h2o.hf.cache_state.seen_text import UNKNOWN_TEXT
+from h2o.hf.cache_state.state import CacheState, RowState, with_padding
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.model_traits.layer_kinds import has_states, kind_of
+from h2o.hf.prompt.prompt_budget import prompt_lengths
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -32,25 +33,23 @@ def import_dynamic_cache(
         attention_mask: [B, n], 0 at padding; None if there is no padding.
 
     Raises: as `H2OCache.from_dynamic_cache`. Also UnsupportedError if a layer is neither full nor
-    sliding-window attention, or positions are cache-relative.
+    sliding-window attention.
     """
     if not isinstance(cache, DynamicCache):
         hint = ". To copy an H2OCache call its fork()" if hasattr(cache, "guard") else ""
         raise TypeError(f"expected a filled DynamicCache, not {type(cache).__name__}{hint}")
-    if any(isinstance(getattr(x, "variant", None), CacheRelativeVariant) for x in layers):
-        raise UnsupportedError(
-            'positions="cache_relative" cannot continue from a DynamicCache, which does not record '
-            "the positions at which its keys were rotated. Process the text with an H2OCache"
-        )
-    if any(isinstance(layer, H2OLayer) and layer.guard.pins.are_columns for layer in layers):
+    if guard.pins.are_columns:
         raise ValueError(
             "pinned is a mask, but a DynamicCache does not record the columns of its keys. Pass "
             "spans (start, stop) of tokens"
         )
     B, n = _sizes(cache, layers)
-    guard.repeat_to(B)
     mask = _mask(attention_mask, B, n)
-    guard.row_states = with_padding([RowState(None)], mask if guard.counts_padding else None)
+    rows = [RowState(None)]
+    if guard.state.prompts is not None:
+        lengths = prompt_lengths(guard.state.prompts, [n] * B)
+        rows = [RowState(None, prompt=length) for length in lengths]
+    rows = with_padding(rows, mask if guard.counts_padding else None)
     for index, (source, layer) in enumerate(zip(cache.layers, layers, strict=True)):
         if kind_of(source) is None:
             raise UnsupportedError(
@@ -70,10 +69,6 @@ def import_dynamic_cache(
             }
             recurrent_states.put(layer, held, recurrent_states.numbers_of(source))
         if kind_of(layer) in ("states", "none"):
-            continue
-        if kind_of(layer) == "cross":
-            if source.is_initialized:
-                layer.update(source.keys.detach(), source.values.detach())
             continue
         needed = n if isinstance(layer, H2OLayer) else min(n, layer.sliding_window - 1)
         if source.keys.shape[2] < needed:
@@ -96,15 +91,15 @@ def import_dynamic_cache(
         dtype = min(keys.dtype, values.dtype, key=lambda x: x.itemsize)
         real = None if mask is None else mask.to(keys.device)
         layer.import_keys(keys.to(dtype), values.to(dtype), real)
+    guard.put(CacheState(n, n, unscored=True, rows=rows, text=UNKNOWN_TEXT))
 
 
 def _sizes(cache: DynamicCache, layers: list[CacheLayerMixin]) -> tuple[int, int]:
-    """Return (B, n), which must agree in all layers except those that attend to images."""
-    of_images = {index for index, layer in enumerate(layers) if kind_of(layer) == "cross"}
+    """Return (B, n), which must agree in all layers."""
     sizes = [
         (x.get_seq_length(), len(x.keys) if x.is_initialized else 0)
-        for index, x in enumerate(cache.layers)
-        if isinstance(x, CacheLayerMixin) and index not in of_images
+        for x in cache.layers
+        if isinstance(x, CacheLayerMixin)
     ]
     if not any(columns for columns, _ in sizes):
         raise ValueError(

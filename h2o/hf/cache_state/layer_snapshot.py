@@ -1,6 +1,7 @@
 """`Snapshot`: what a layer of a cache remembers between forward passes, to be taken and restored.
 
-Saving and cropping a cache rely on it, so new attributes of a layer need to be added only here.
+Saving and cropping a cache rely on it. What a cache knows of the text is in its state
+(`h2o.hf.cache_state.state`).
 """
 
 from __future__ import annotations
@@ -15,12 +16,6 @@ from h2o import ops
 from h2o.hf.cache_state import recurrent_states
 from h2o.hf.cache_state.slot_layout import Capacity, sizes
 from h2o.hf.model_traits.layer_kinds import free_keys_before_window, has_states, kind_of
-
-_NUMBERS = (
-    "seen", "longest", "prompt_columns", "row_size", "unscored", "raised", "floored", "part",
-    "waits_for_pins",
-)  # fmt: skip
-"""Attributes of an `H2OLayer` to save, in addition to its slots, their capacity and the trace."""
 
 _SLOTS, _STATES = "slots.", "states."  # prefixes of the names of tensors
 
@@ -47,19 +42,17 @@ def take_snapshot(layer: Any, *, states: bool = True) -> Snapshot:
     `states`: include convolution and recurrent states."""
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, Any] = {}
-    if kind_of(layer) in ("sliding", "cross"):
+    if kind_of(layer) == "sliding":
         if layer.is_initialized:
             tensors = {"keys": layer.keys, "values": layer.values}
-        if layer.is_sliding:
-            numbers["cumulative_length"] = layer.cumulative_length
+        numbers["cumulative_length"] = layer.cumulative_length
     elif kind_of(layer) == "h2o":
         if layer.slots is not None:
             tensors = _add_prefix(_SLOTS, layer.slots._asdict())
         if layer.trace is not None:
             trace = {name: getattr(layer.trace, field) for name, field in _TRACE.items()}
             tensors |= _add_prefix("", trace)
-        numbers = {name: getattr(layer, name) for name in _NUMBERS}
-        numbers["widest"] = layer.capacity.widest
+        numbers = {**layer.facts._asdict(), "widest": layer.capacity.widest}
     if states and has_states(layer):
         tensors |= _add_prefix(_STATES, recurrent_states.tensors_of(layer))
         numbers["states"] = recurrent_states.numbers_of(layer)
@@ -80,12 +73,11 @@ def restore(layer: Any, snapshot: Snapshot, *, states: bool = True) -> None:
         recurrent_states.put(
             layer, _strip_prefix(_STATES, snapshot.tensors), snapshot.numbers["states"]
         )
-    if kind_of(layer) in ("sliding", "cross"):
+    if kind_of(layer) == "sliding":
         if "keys" in snapshot.tensors:
             layer.update(snapshot.tensors["keys"], snapshot.tensors["values"])
             free_keys_before_window(layer)  # a layer that recorded its last pass had more keys
-        if layer.is_sliding:
-            layer.cumulative_length = snapshot.numbers["cumulative_length"]
+        layer.cumulative_length = snapshot.numbers["cumulative_length"]
     elif kind_of(layer) == "h2o":
         _restore_slots(layer, snapshot)
 
@@ -101,9 +93,10 @@ def _restore_slots(layer: Any, snapshot: Snapshot) -> None:
     layer.set_slots(
         slots, Capacity(list(snapshot.numbers["widest"]), sizes(slots) if slots else [])
     )
-    for name in _NUMBERS:
-        setattr(layer, name, snapshot.numbers[name])
-    layer.row_size, layer.part = tuple(layer.row_size), tuple(layer.part)
+    numbers = {name: snapshot.numbers[name] for name in layer.facts._fields}
+    layer.facts = layer.facts._replace(  # JSON knows no tuples
+        **{name: tuple(x) if isinstance(x, list) else x for name, x in numbers.items()}
+    )
     if layer.trace is not None:
         for name in _TRACE.keys() & snapshot.tensors.keys():
             setattr(layer.trace, _TRACE[name], snapshot.tensors[name])

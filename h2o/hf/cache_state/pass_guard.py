@@ -1,15 +1,18 @@
-"""`PassGuard`: tracks the forward pass through the layers of one `H2OCache`.
+"""`PassGuard`: holds the state of one `H2OCache`, and replaces it when a forward pass has ended.
 
-The guard detects an interrupted pass, keys that never reached h2o's attention, and a second thread.
-It also holds what all layers need to know about the text: the prompt's length, its pins, the state
-of each row, and a digest of the token ids.
+A pass (`ForwardPass`) is planned before its first layer runs, with the state before it and the
+state after it. The last layer commits it. This is the only place that changes the state. A pass
+that was interrupted, or whose keys never reached h2o's attention, leaves the old state and is
+noticed by the next call, because some layers have stored its keys. A second thread is noticed too.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,11 +20,13 @@ from torch import Tensor
 
 from h2o.budgets import check_prompt_length
 from h2o.compat import calls_a_module
+from h2o.compat_calls import ModelCall
 from h2o.compat_wrappers import has_transforms
 from h2o.config.layer_plan import LayerPlan
 from h2o.hf.cache_state.pins import Pins
-from h2o.hf.cache_state.row_state import LastPass, RowState, put_rope_deltas
-from h2o.hf.cache_state.seen_text import SeenText
+from h2o.hf.cache_state.slot_layout import writable
+from h2o.hf.cache_state.state import CacheState, RowState, after, change_list, put_rope_deltas
+from h2o.hf.cache_state.weights_origin import WeightsOrigin
 
 WITHOUT_CACHE = (
     "use_cache=False with an H2OCache: generate() then feeds the whole text again for each token. "
@@ -37,16 +42,70 @@ NUMBER_LAYERS = (
 """What to do after layers were removed from a model, whose others keep their old numbers"""
 
 _lock = threading.Lock()
-"""Guards `_thread` of all caches. They share one lock, because locks cannot be copied."""
+"""Guards the beginning of passes of all caches. They share one lock, because locks cannot be
+copied."""
+
+
+class ForwardPass:
+    """One forward pass through the layers of a cache."""
+
+    __slots__ = (
+        "accesses", "after", "before", "chunked_lengths", "columns", "may_be_transformed", "pool",
+        "prompt", "stored", "thread", "waiting",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        before: CacheState,
+        after: CacheState,
+        columns: int | None,
+        chunked_lengths: list[int] | None = None,
+    ) -> None:
+        self.before, self.after = before, after
+        self.columns = columns
+        """Number of its columns. None: not known yet, so that `after` is not known either"""
+        self.chunked_lengths = chunked_lengths
+        """Length of each row's prompt, if the pass is its first chunk"""
+        self.thread = threading.get_ident()
+        self.stored: list[int] = []
+        """The layers that have stored their new keys"""
+        self.waiting: int | None = None
+        """The layer whose new keys have not been attended to yet. An interrupt (Ctrl-C) leaves this
+        set, because it is then unknown how far the layer got."""
+        self.accesses: dict[int, int] = {}
+        """How often each layer with states has read or replaced its states. All layers of a model
+        do so equally often, so fewer in the last one mean that the pass was interrupted"""
+        self.may_be_transformed = True
+        """Whether tensors may belong to a torch.func transform. False in a pass that began outside
+        any transform"""
+        self.prompt: Any = None
+        """`PromptRows` (`h2o.hf.prompt.prompt_budget`), set by the first layer of a prompt"""
+        self.pool: Any = None
+        """The `CrossHeadBudget` of a prompt whose layers share one budget"""
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether some layer has stored new keys or states, or may have."""
+        changed = bool(self.stored) or self.waiting is not None
+        return changed or any(self.accesses.values())
+
+    @property
+    def has_missed_states(self) -> bool:
+        """Whether some of the layers with states had fewer accesses to them."""
+        return len(set(self.accesses.values())) > 1
+
+    def begin_prompt(self, prompt: Any, after: CacheState) -> None:
+        """Note what the first layer of a prompt has found out."""
+        self.prompt, self.after = prompt, after
+
+    def check_pins(self, tokens: Tensor) -> None:
+        """Note whether pinned tokens are still to arrive, now that rows have seen `tokens` [B]."""
+        if not self.after.pinned.has_pending(tokens.tolist()):
+            self.after = self.after._replace(waits_for_pins=False)
 
 
 class PassGuard:
-    """The state of a cache outside its layers.
-
-    A forward pass visits the layers in order, so a second thread would mix its tokens into some of
-    them. The first layer of a pass therefore claims the cache for its thread, without waiting, and
-    the last layer releases it.
-    """
+    """The state of a cache outside its layers, and the forward pass under way."""
 
     def __init__(
         self,
@@ -54,150 +113,232 @@ class PassGuard:
         kinds: Sequence[str] = ("h2o",),
         last: int = 0,
         with_states: Iterable[int] = (),
+        pins: Pins = Pins(),  # noqa: B008 (immutable)
     ) -> None:
         """
         Args:
+            prompt_length: number of tokens in the whole prompt, or in each row's; None if the user
+                did not say.
             kinds: the kind of each layer (`h2o.hf.model_traits.layer_kinds`).
             last: the last layer that attends to an earlier layer's keys, or 0.
             with_states: the layers that have states.
         """
         if prompt_length is not None:
             prompt_length = check_prompt_length(prompt_length)
-        self.waiting: int | None = None
-        """The layer whose new keys have not been attended to yet. An interrupt (Ctrl-C) leaves this
-        set, because it is then unknown how far the layer got."""
-        self.prompt_length: int | Sequence[int] | None = prompt_length
-        """Number of tokens in the whole prompt, or in each row's; None if the user did not say."""
-        self.prompt_counts: list[int] | None = None
-        """Number of tokens per row in the pass that begins the prompt, set during that pass only"""
-        self.chunked_lengths: list[int] | None = None
-        """`prompt_length` from this pass on, if it is the first chunk of a prompt in `generate()`;
-        set during the pass only"""
-        self.pins = Pins()
         self.plans: Mapping[int, LayerPlan] = {}
         """Budgets of the H2O layers, by layer number"""
         self.kinds = kinds
-        storing = [index for index, kind in enumerate(kinds) if kind not in ("none", "cross")]
-        self.first, self.last = storing[0], max(storing[-1], last)
-        """The first and the last layer that use the cache in every forward pass."""
-        self.counting = [index for index in storing if kinds[index] != "states"]
-        """The layers that know how many columns they have seen."""
-        self.state_accesses = dict.fromkeys(with_states, 0)
-        """How often each layer with states has read or replaced its states in the latest pass. All
-        layers of a model do so equally often, so fewer in the last one mean that the pass was
-        interrupted"""
-        self.has_states = bool(self.state_accesses)
+        self.storing = [index for index, kind in enumerate(kinds) if kind != "none"]
+        """The layers that store something in every forward pass"""
+        self.last = max(self.storing[-1], last)
+        """The last layer that uses the cache"""
+        self.with_states = tuple(with_states)
+        self.has_states = bool(self.with_states)
         self.has_windows = "sliding" in kinds
         """Whether some layers are transformers' own with a sliding window, which store padding"""
         self.counts_padding = self.has_states or self.has_windows
         """Whether any layer treats padding that follows a token as text"""
-        self.row_states = [RowState()]
-        """The state of each row, or a single one for all rows"""
-        self.states_of_pass: list[RowState] | None = None
-        """`row_states` from the end of this pass on; None if the pass does not change them"""
-        self.records_passes = False
-        """Whether `last_pass` is recorded, so that `H2OCache.crop` can take back its columns"""
-        self.last_pass: LastPass | None = None
         self.drops_cache_after: float | None = None
         """See `h2o.hf.support.drops_cache_after`"""
         self.has_rope_deltas = False
         """Whether the model may keep `rope_deltas`, as models for more than text do"""
-        self.text = SeenText()
-        self.checked_config = 0
-        """`id` of the config of the model that has been compared with the cache's"""
         self.has_independent_rows = False
         """Whether the rows are independent conversations, as in `generate_all`"""
-        self.may_be_transformed = True
-        """Whether tensors may belong to a torch.func transform. False in a pass that began outside
-        any transform"""
-        self._thread: int | None = None  # the thread with a forward pass under way
+        self.makes_pool: Callable[[], Any] | None = None
+        """Makes the `CrossHeadBudget` that the layers share for one prompt; None if they share
+        none"""
+        self.records_passes = False
+        """Whether passes are recorded, so that `H2OCache.crop` can take back their columns"""
+        self.only_scores = False
+        """Whether passes only add attention to the scores of stored keys, and store no new keys"""
+        self.pins = pins
+        self.origin = WeightsOrigin()
+        self.checked_config = 0
+        """`id` of the config of the model that has been compared with the cache's"""
+        self.counter: Tensor | None = None
+        """Number of columns seen, which captured graphs count by themselves"""
+        self.state = CacheState()
+        if isinstance(prompt_length, int):
+            self.state = CacheState(rows=(RowState(prompt=prompt_length),))
+        elif prompt_length is not None:
+            self.state = CacheState(rows=tuple(RowState(prompt=n) for n in prompt_length))
+        self.planned: ForwardPass | None = None
+        """The pass that is about to begin"""
+        self.current: ForwardPass | None = None
+        """The pass under way. An interrupt leaves it set"""
+        self.finished: ForwardPass | None = None
+        """The last pass of a model with states, whose last layer may still change its states"""
+
+        self.told: ModelCall | None = None
+        """The inputs of the pass, if the caller of the model tells them"""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "planned": None, "told": None}
+
+    @property
+    def columns(self) -> Any:
+        """Number of columns seen: an int, or a tensor in which captured graphs count them."""
+        return self.state.columns if self.counter is None else self.counter
 
     # ---- A forward pass ------------------------------------------------------------------------
 
-    def enter(self) -> None:
-        """Claim the cache for this thread before a layer gets new keys.
+    @contextmanager
+    def telling(self, call: ModelCall | None) -> Iterator[None]:
+        """Within the block a forward pass has these inputs. None: they are read from the calls of
+        transformers (`h2o.compat_calls`)."""
+        self.told = call
+        try:
+            yield
+        finally:
+            self.told = None
+
+    def enter(self, layer: int, Q: int | None = None) -> None:
+        """Begin the planned pass before the first of its layers gets new keys, or check that this
+        thread may go on with the pass under way.
+
+        Args:
+            layer: the layer that gets them.
+            Q: number of columns. None: the layer gets a state, not keys.
 
         Raises:
-            RuntimeError: another thread is running a forward pass, or an earlier layer's keys never
-                reached its attention.
+            RuntimeError: another thread is running a forward pass, an earlier layer's keys never
+                reached its attention, or the last pass was interrupted.
         """
         if torch.compiler.is_compiling():  # a captured graph cannot query the thread
             self.check_keys_arrived()
             return
-        thread = threading.get_ident()
-        if self._thread == thread:  # within a pass
-            if self.waiting is not None:
-                self.check_keys_arrived()
-            return
-        with _lock:
-            self.check_thread()
+        the_pass = self.current
+        if the_pass is None or the_pass.thread != threading.get_ident():
+            the_pass = self._begin(Q)
+        elif Q is not None and layer in the_pass.stored:  # the pass before was interrupted
+            the_pass = self._begin(Q)
+        elif the_pass.waiting is not None:
             self.check_keys_arrived()
-            self.may_be_transformed = has_transforms()
-            self.state_accesses = dict.fromkeys(self.state_accesses, 0)
-            self._thread = thread
+        if Q is None:
+            return
+        the_pass.waiting = layer
+        if the_pass.columns is None:  # the model does not announce its passes
+            the_pass.columns = Q
+            if not self.only_scores:
+                the_pass.after = after(self.state, Q, self.state.rows)
+
+    def _begin(self, Q: int | None) -> ForwardPass:
+        with _lock:
+            self.check_complete()
+            the_pass = self.planned
+            if the_pass is not None and the_pass.thread != threading.get_ident():
+                raise in_use_elsewhere()
+            is_planned = the_pass is not None and the_pass.before is self.state
+            if the_pass is None or not is_planned or Q not in (None, the_pass.columns):
+                the_pass = ForwardPass(self.state, self.state, None)
+            if self.makes_pool is not None and (not self.state.columns or self.state.unscored):
+                the_pass.pool = self.makes_pool()
+            the_pass.may_be_transformed = has_transforms()
+            if self.has_states:
+                the_pass.accesses = dict.fromkeys(self.with_states, 0)
+            self.current, self.planned, self.finished = the_pass, None, None
+            return the_pass
 
     def enter_states(self, layer: int) -> None:
         """Do the same as `enter` before a layer's states change."""
         if layer != self.last:
-            self.enter()
+            self.enter(layer)
         elif self.kinds[layer] == "states":
-            self._finish()
+            self.layer_done(layer)
         self.count_state_access(layer)
 
     def count_state_access(self, layer: int) -> None:
         """Count that a layer reads or has replaced one of its states."""
-        if not torch.compiler.is_compiling():
-            self.state_accesses[layer] += 1
+        the_pass = self.current or self.finished
+        if the_pass is not None and not torch.compiler.is_compiling():
+            the_pass.accesses[layer] += 1
+
+    def layer_stored(self, layer: int) -> None:
+        """Record that a layer has stored its new keys."""
+        if self.current is not None:
+            self.current.stored.append(layer)
 
     def layer_done(self, layer: int) -> None:
-        """Record that a layer has stored its new keys. The last layer ends the pass."""
-        self.waiting = None
-        if layer == self.last:
-            self._finish()
+        """Record that a layer is done with its new keys. The last layer that stores any commits the
+        pass, and the last one that attends to them ends it."""
+        the_pass = self.current
+        if the_pass is not None:
+            the_pass.waiting = None
+            if layer == self.storing[-1]:
+                self._commit(the_pass)
+            if layer == self.last:
+                self.current = None
 
-    def layer_rejected(self, layer: int) -> None:
-        """Record that a layer rejected its new keys and stored nothing.
+    def layer_rejected(self) -> None:
+        """Record that a layer rejected its new keys and stored nothing. The pass is over if nor did
+        any other layer."""
+        the_pass = self.current
+        if the_pass is not None:
+            the_pass.waiting = None
+            if not the_pass.has_changed:
+                self.current = None
 
-        If it was the first layer, the pass ends, unless its states may have seen the tokens."""
-        self.waiting = None
-        if layer == self.first and layer not in self.state_accesses:
-            self.end_pass()
-
-    def end_pass(self) -> None:
-        """End the pass that is under way, if any."""
-        self._thread = self.prompt_counts = self.chunked_lengths = self.states_of_pass = None
-        self.may_be_transformed = True
-
-    def _finish(self) -> None:
-        if self.chunked_lengths is not None:
-            self.prompt_length = self.chunked_lengths
-        if self.states_of_pass is not None:
-            self.row_states = self.states_of_pass
-        self.end_pass()
+    def _commit(self, the_pass: ForwardPass) -> None:
+        """The state after a pass becomes the state of the cache."""
+        self.state = the_pass.after
+        the_pass.prompt = the_pass.pool = None
+        if self.has_states:
+            self.finished = the_pass
+        if self.counter is not None:
+            self.counter.fill_(self.state.columns)
         if self.has_rope_deltas:  # the model had none, or those of an earlier text
-            put_rope_deltas(self.row_states)
+            put_rope_deltas(self.state)
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a pass has begun and not ended."""
-        return self._thread is not None
+    def settle(self) -> None:
+        """Take over what captured graphs have counted. They can neither begin nor end a pass."""
+        if self.counter is None or self.current is not None:
+            return
+        counted, planned = int(self.counter), self.planned
+        if counted != self.state.columns:
+            if planned is not None and planned.after.columns == counted:
+                self.state = planned.after
+            else:
+                self.state = after(self.state, counted - self.state.columns, self.state.rows)
+            self.planned = None
+
+    @contextmanager
+    def repeating(self, the_pass: ForwardPass) -> Iterator[ForwardPass]:
+        """Within the block the layers repeat a pass, in the state before it. It is committed at the
+        end of the block. After an error the state is as before the block."""
+        state = self.state
+        the_pass.may_be_transformed = False
+        the_pass.pool = None if self.makes_pool is None else self.makes_pool()
+        self.state, self.current = the_pass.before, the_pass
+        try:
+            yield the_pass
+            state = the_pass.after
+        finally:
+            self.put(state)
+
+    def put(self, state: CacheState, pins: Pins | None = None) -> None:
+        """Give the cache a state that no pass has computed, with keys that were copied. `pins`:
+        those that the cache was made with, if they change too."""
+        self.state, self.pins = state, self.pins if pins is None else pins
+        self.planned = self.current = self.finished = None
+        if self.counter is not None:
+            self.counter.fill_(state.columns)
 
     # ---- Checks --------------------------------------------------------------------------------
 
     def check_thread(self) -> None:
         """Raise RuntimeError if another thread, still running, is within a forward pass."""
-        if torch.compiler.is_compiling():
+        the_pass = self.current
+        if the_pass is None or torch.compiler.is_compiling():
             return
-        thread = self._thread
-        if thread not in (None, threading.get_ident()) and calls_a_module(thread):
-            self.text.mark_unknown()  # it may have recorded the ids of the rejected pass
+        if the_pass.thread != threading.get_ident() and calls_a_module(the_pass.thread):
             raise in_use_elsewhere()
 
     def check_keys_arrived(self) -> None:
         """Raise RuntimeError if a layer's new keys never reached its attention."""
-        if self.waiting is not None:
+        the_pass = self.current
+        if the_pass is not None and the_pass.waiting is not None:
             raise RuntimeError(
-                f"layer {self.waiting} updated its H2OCache, but its keys never reached h2o's "
+                f"layer {the_pass.waiting} updated its H2OCache, but its keys never reached h2o's "
                 "attention. If the model uses another attention, load it with "
                 'attn_implementation="h2o" or call model.set_attn_implementation("h2o"). If '
                 "threads generate within h2o.patched(), leave it after the last one has finished. "
@@ -206,25 +347,33 @@ class PassGuard:
                 "not support"
             )
 
-    def check_layers_agree(self, columns: list[int]) -> None:
-        """Raise RuntimeError if the last pass was interrupted between two layers.
-
-        Then layers have seen different numbers of columns. States have no such number, so for them
-        the pass must have ended, and all layers must have used theirs equally often.
-
-        `columns`: number of columns seen by each layer in `counting`."""
-        if columns != columns[:1] * len(columns):
-            raise RuntimeError(_disagreement_message(columns))
-        if self.has_states and (self.is_under_way or self.has_missed_states):
-            raise RuntimeError(
-                "the last forward pass was interrupted between two layers, and only some of the "
-                "model's states have seen its tokens. Call cache.reset() and start over"
-            )
+    def check_complete(self) -> None:
+        """Raise RuntimeError if another thread is within a forward pass, or if the last pass was
+        interrupted. A pass that has stored nothing is forgotten."""
+        the_pass = self.current
+        if the_pass is not None:
+            self.check_thread()
+            self.check_keys_arrived()
+            counting = [layer for layer in self.storing if self.kinds[layer] != "states"]
+            stored = the_pass.stored
+            if stored and set(stored) != set(counting):
+                raise RuntimeError(_disagreement_message(the_pass, counting))
+        if self.has_states:
+            last = the_pass or self.finished
+            if last is not None and (last.has_missed_states or (the_pass and last.has_changed)):
+                raise RuntimeError(
+                    "the last forward pass was interrupted between two layers, and only some of "
+                    "the model's states have seen its tokens. Call cache.reset() and start over"
+                )
+        self.current = None  # nothing was stored, or only layers that reuse keys are missing
 
     @property
-    def has_missed_states(self) -> bool:
-        """Whether some of the layers with states had fewer accesses to them in the last pass."""
-        return len(set(self.state_accesses.values())) > 1
+    def is_broken(self) -> bool:
+        """Whether a forward pass is under way or was interrupted."""
+        the_pass, last = self.current, self.current or self.finished
+        is_partial = the_pass is not None and the_pass.has_changed
+        is_partial = is_partial and self.state is not the_pass.after
+        return is_partial or (last is not None and last.has_missed_states)
 
     def check_angles(self, seen: int, new: int) -> None:
         """Raise ValueError if `new` tokens would change the rotary angles of the `seen` tokens."""
@@ -242,56 +391,24 @@ class PassGuard:
         if self.drops_cache_after != math.inf:
             self.drops_cache_after = None
 
-    # ---- Rows ----------------------------------------------------------------------------------
+    # ---- Between passes ------------------------------------------------------------------------
+
+    def count_in_tensor(self) -> None:
+        """Count columns in a tensor, for captured graphs, as in transformers' StaticLayer."""
+        self.counter = writable(torch.tensor(0, dtype=torch.int64, device="cpu"))
 
     def change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         """Select or repeat the batch rows, even before the prompt.
 
         `change` does so with the first axis of a tensor."""
-
-        def change_list(rows: Any) -> list[Any]:
-            numbers = torch.arange(len(rows), device="cpu")
-            return [rows[row] for row in change(numbers).tolist()]
-
-        self.text.change_rows(change)
-        self.pins.each_row(change_list)
-        self.last_pass = None
-        if len(self.row_states) > 1:
-            self.row_states = change_list(self.row_states)
-        if isinstance(self.prompt_length, Sequence):
-            self.prompt_length = change_list(self.prompt_length)
-
-    @property
-    def ends_in_padding(self) -> bool:
-        """Whether the last column was padding in some row."""
-        return any(state.ends_in_padding for state in self.row_states)
-
-    def row_state(self, row: int) -> RowState:
-        """The state of one row."""
-        return self.row_states[row if len(self.row_states) > 1 else 0]
-
-    def repeat_to(self, rows: int) -> None:
-        """Repeat `prompt_length` for a batch of `rows` rows.
-
-        `generate()` repeats each prompt for beams and `num_return_sequences`."""
-        given = self.prompt_length
-        if isinstance(given, Sequence) and len(given) < rows and rows % len(given) == 0:
-            self.prompt_length = [n for n in given for _ in range(rows // len(given))]
-
-    def crop(self, left: int) -> None:
-        """Take back what the last pass added to the rows, beyond `left` columns."""
-        if self.last_pass is not None:
-            self.row_states = self.last_pass.crop(left)
-            self.last_pass = None
+        self.settle()
+        if self.state.prompt_columns == 0:
+            self.pins = self.pins.change_rows(functools.partial(change_list, change))
+        self.state = self.state.change_rows(change)
 
     def reset(self) -> None:
         """Start over as the guard of an empty cache without a known prompt length."""
-        self.end_pass()
-        self.state_accesses = dict.fromkeys(self.state_accesses, 0)
-        self.text.reset()
-        self.prompt_length = None
-        self.row_states, self.last_pass = [RowState()], None
-        self.pins.reset()
+        self.put(CacheState())
 
 
 def in_use_elsewhere() -> RuntimeError:
@@ -303,23 +420,24 @@ def in_use_elsewhere() -> RuntimeError:
     )
 
 
-def _disagreement_message(counts: list[int]) -> str:
-    """Error message for layers that have seen different numbers of tokens."""
-    seen, run = counts[0], sum(count > 0 for count in counts)
-    if counts == [seen] * run + [0] * (len(counts) - run):
+def _disagreement_message(the_pass: ForwardPass, counting: list[int]) -> str:
+    """Error message for a pass that was interrupted between two of the layers that store keys."""
+    stored, seen = sorted(set(the_pass.stored)), the_pass.after.columns
+    if the_pass.before.columns:
         return (
-            f"{run} of the cache's {len(counts)} layers have seen {seen} tokens, the others none. "
-            "If an earlier call raised an error, its forward pass was interrupted between two "
-            "layers: call cache.reset() and start over. If none did, the model runs only "
+            "the last forward pass was interrupted between two layers, which have now seen "
+            "different numbers of tokens. Call cache.reset() and start over"
+        )
+    run = len(stored)
+    if stored == counting[:run]:
+        return (
+            f"{run} of the cache's {len(counting)} layers have seen {seen} tokens, the others "
+            "none. If an earlier call raised an error, its forward pass was interrupted between "
+            "two layers: call cache.reset() and start over. If none did, the model runs only "
             f"{run} layers, fewer than its config says (some were dropped, or the cache was made "
             f"for another model). Set config.num_hidden_layers = {run} and make a new H2OCache"
         )
-    if set(counts) == {0, max(counts)}:  # an interrupted pass would have reached the first ones
-        return (
-            f"{run} of the cache's {len(counts)} layers have seen {max(counts)} tokens, but layers "
-            f"before them none: those were removed from the model. For the rest, {NUMBER_LAYERS}"
-        )
-    return (
-        "the last forward pass was interrupted between two layers, which have now seen "
-        "different numbers of tokens. Call cache.reset() and start over"
+    return (  # an interrupted pass would have reached the first layers
+        f"{run} of the cache's {len(counting)} layers have seen {seen} tokens, but layers before "
+        f"them none: those were removed from the model. For the rest, {NUMBER_LAYERS}"
     )

@@ -1,8 +1,8 @@
 """Pinned keys: spans of a text that are never evicted.
 
 A pinned key has the score infinity, which attention never produces and which eviction never removes
-(`csrc/policy.h`). A pin therefore follows its key wherever scores are copied. `Pins` says which
-tokens get this score when they arrive.
+(`csrc/policy.h`). A pin therefore follows its key wherever scores are copied. `Pins` is what the
+user gave, and `PinnedRows` says which tokens get this score when they arrive.
 
 Shape letters as in `h2o.hf`, and K columns of a mask.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,18 +29,16 @@ _WANTED = (
 )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Pins:
-    """The pins that a cache was given, and their positions in the rows of its batch."""
+    """The pins that a cache was given. Which tokens they are is known once the prompt is."""
 
-    given: list[Row] | str = dataclasses.field(default_factory=list)
+    given: tuple[Row, ...] | str = ()
     """"prompt", or the spans of each row. The spans of a single row apply to all rows"""
     are_columns: bool = False
     """Whether `given` has columns of the padded prompt (from a mask) instead of positions"""
     columns: int = 0
     """The number of columns that each row of the mask has at least; 0 if it is not known"""
-    rows: list[Row] | None = None
-    """Pinned positions in each batch row; None before the prompt, or if nothing is pinned"""
 
     @classmethod
     def of(cls, pinned: Any, decay: float = 1.0) -> Pins:
@@ -68,11 +66,11 @@ class Pins:
         are_bools = [_is_list(row) and set(map(type, row)) == {bool} for row in values]
         if values and all(are_bools):
             spans = [runs(i for i, x in enumerate(row) if x) for row in values]
-            return cls(spans, are_columns=True, columns=min(map(len, values)))
+            return cls(tuple(spans), are_columns=True, columns=min(map(len, values)))
         if all(map(_is_span, values)):
-            return cls([merge_spans(values)] if values else [])
+            return cls((merge_spans(values),) if values else ())
         if all(_is_list(row) and all(map(_is_span, row)) for row in values):
-            return cls([merge_spans(row) for row in values])
+            return cls(tuple(merge_spans(row) for row in values))
         raise TypeError(f"{_WANTED}, not {pinned!r:.80}")
 
     def __bool__(self) -> bool:
@@ -91,8 +89,8 @@ class Pins:
             return 0
         return max((span[1] for row in self.given for span in row), default=0)
 
-    def begin(self, lengths: list[int], mask: Tensor | None, columns: int) -> None:
-        """Set the pinned positions of each row, once the prompt is known.
+    def resolve(self, lengths: list[int], mask: Tensor | None, columns: int) -> PinnedRows:
+        """The pinned positions of each row, once the prompt is known.
 
         Args:
             lengths: number of tokens in each row's prompt.
@@ -105,10 +103,9 @@ class Pins:
         """
         B = len(lengths)
         if not self:
-            return
+            return NOTHING_PINNED
         if isinstance(self.given, str):
-            self.rows = [[(0, length)] for length in lengths]
-            return
+            return PinnedRows(tuple([(0, length)] for length in lengths))
         if B % len(self.given):
             raise ValueError(
                 f"pinned has spans for {len(self.given)} rows, but the batch has {B}. Pass a list "
@@ -128,40 +125,51 @@ class Pins:
                     "with its padding. Pass a bool for each column"
                 )
             rows = _as_positions(rows, mask)
-        self.rows = rows
+        return PinnedRows(tuple(rows))
+
+    def change_rows(self, change: Callable[[Sequence[Row]], list[Row]]) -> Pins:
+        """Select or repeat batch rows before the prompt."""
+        if isinstance(self.given, str) or len(self.given) < 2:
+            return self
+        return dataclasses.replace(self, given=tuple(change(self.given)))
+
+
+class PinnedRows(NamedTuple):
+    """The pinned positions of each batch row."""
+
+    rows: tuple[Row, ...]
+    """Spans of each row, or of a single one for all rows; empty if nothing is pinned"""
+
+    def __bool__(self) -> bool:
+        return bool(self.rows)
 
     def counts(self, rows: int, sinks: int) -> list[int]:
         """Number of pinned keys in each of `rows` rows, not counting the sinks."""
-        if self.rows is None:
-            return [0] * rows
-        return [count(row, sinks) for row in self.rows]
+        return [count(row, sinks) for row in self.each(rows)] or [0] * rows
 
-    def has_pending(self, lengths: Tensor) -> bool:
-        """Whether pinned tokens are yet to arrive in rows that have seen `lengths` [B] tokens."""
-        ends = [row[-1][1] if row else 0 for row in self.rows or ()]
-        return any(n < end for n, end in zip(lengths.tolist(), ends, strict=bool(ends)))
+    def each(self, rows: int) -> Sequence[Row]:
+        """Spans of each of `rows` rows; empty if nothing is pinned."""
+        return self.rows * rows if len(self.rows) == 1 else self.rows
+
+    def has_pending(self, lengths: Sequence[int]) -> bool:
+        """Whether pinned tokens are yet to arrive in rows that have seen these numbers of
+        tokens."""
+        ends = [row[-1][1] if row else 0 for row in self.each(len(lengths))]
+        return any(n < end for n, end in zip(lengths, ends, strict=bool(ends)))
 
     def score(self, scores: Tensor, positions: Tensor) -> Tensor:
         """Set scores [B, G, Q] to infinity where positions [B, 1, Q] (-1 at padding) are pinned."""
-        if self.rows is None:
+        if not self.rows:
             return scores
-        edges = [list(itertools.chain(*row)) for row in self.rows]
+        edges = [list(itertools.chain(*row)) for row in self.each(len(scores))]
         longest = max(map(len, edges))
         filled = [row + [torch.iinfo(torch.int64).max] * (longest - len(row)) for row in edges]
         table = torch.tensor(filled, dtype=torch.int64, device=positions.device)[:, None]
         before = torch.searchsorted(table, positions.contiguous(), right=True)
         return scores.masked_fill(before % 2 == 1, PINNED)
 
-    def each_row(self, change: Callable[[list[Row]], list[Row]]) -> None:
-        """Apply a selection or repetition of batch rows."""
-        if self.rows is not None:
-            self.rows = change(self.rows)
-        elif self and not isinstance(self.given, str) and len(self.given) > 1:
-            self.given = change(self.given)
 
-    def reset(self) -> None:
-        """Forget the prompt, but keep the pins that the user gave."""
-        self.rows = None
+NOTHING_PINNED = PinnedRows(())
 
 
 def _is_list(x: Any) -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import html
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ class LayerReport:
     layer: int
     kind: str
     """"h2o" for layers of h2o. For transformers' own layers, of which only the bytes are reported:
-    "sliding", "states" (no keys), "cross" (keys of images) or "none" (stores nothing)."""
+    "sliding", "states" (no keys) or "none" (stores nothing)."""
     seen: list[int] = dataclasses.field(default_factory=list)
     """Tokens seen."""
     kept_by_head: list[list[int]] = dataclasses.field(default_factory=list)
@@ -166,8 +165,6 @@ class Report:
             f"{share:.1%} of the bytes of a full cache"
             f"{', free slots included' if has_free_slots else ''}. "
         )
-        if math.isnan(total.share_evicted):
-            return f"{held}The attention to evicted tokens was not summed."
         return f"{held}Evicted tokens had received {total.share_evicted:.1%} of the attention" + (
             " to tokens that are not pinned." if any(total.pinned) else "."
         )
@@ -278,7 +275,7 @@ def _row(layer: LayerReport) -> tuple[str, ...]:
         name, seen, share = f"{name} ({layer.kind})", ["", "", "", ""], ""
     else:
         seen = [_span(x) for x in (layer.seen, layer.kept, layer.evicted, layer.budget)]
-        share = "-" if math.isnan(layer.share_evicted) else f"{layer.share_evicted:.1%}"
+        share = f"{layer.share_evicted:.1%}"
     return (name, *seen, f"{layer.bytes_held:,}", f"{layer.bytes_full:,}", share)
 
 

@@ -10,7 +10,7 @@ Shape letters as in `h2o.hf`, and Q columns of a pass, n columns.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,128 +21,90 @@ PENDING = 64
 _A, _B, _C = 0x2545F4914F6CDD1D, 0x5851F42D4C957F2D, 0x369DEA0F31A53F85
 
 
-class SeenText:
-    """Digest of the token ids of each row, without padding.
+class SeenText(NamedTuple):
+    """Digest of the token ids of each row, without padding. Immutable, as are its tensors.
 
     The digest becomes unknown after a pass of embeddings, a pass in a captured graph, or a
     conversion from a DynamicCache. Then nothing is compared until the cache is emptied.
     """
 
-    def __init__(self) -> None:
-        self.reset()
+    totals: Tensor | None = None
+    """[2, B] int64: digest and number of tokens of each row, without the pending passes"""
+    pending: tuple[tuple[Tensor, Tensor | None], ...] = ()
+    """Ids of each pending pass, and a mask that is False at padding (None: no padding)"""
+    is_known: bool = True
 
-    def reset(self) -> None:
-        """Forget the text."""
-        self._totals: Tensor | None = None
-        """[2, B] int64: digest and number of tokens of each row, without the pending passes"""
-        self._columns = 0
-        """Number of columns seen, including the pending passes"""
-        self._pending: list[tuple[Tensor, Tensor | None]] = []
-        """Ids of each pending pass, and a mask that is False at padding (None: no padding)"""
-        self._is_known = True
+    def __deepcopy__(self, memo: Any) -> SeenText:
+        return self
 
-    def mark_unknown(self) -> None:
-        """Mark the digest as unknown until the cache is emptied."""
-        self._is_known, self._pending = False, []
-
-    def record_ids(self, ids: Tensor | None, mask: Tensor | None, seen: int) -> None:
-        """Record the ids of a forward pass before it begins.
+    def add(self, ids: Tensor | None, mask: Tensor | None) -> SeenText:
+        """The text followed by the ids of a forward pass.
 
         Args:
-            ids: [B, Q]; None if unknown.
-            mask: [B, n] over all columns including the new ones, 0 at padding; None: no padding.
-            seen: number of columns before the pass, without those of a pass that failed.
+            ids: [B, Q], copied; None if unknown.
+            mask: [B, Q or more] over the last columns, 0 at padding; None: no padding.
         """
-        if seen == 0:
-            self.reset()
-        self.drop_failed_pass(seen)
+        if not self.is_known:
+            return UNKNOWN_TEXT
         if ids is None or ids.ndim != 2 or (mask is not None and mask.shape[1] < ids.shape[1]):
-            self.mark_unknown()
-            return
-        if not self._is_known:
-            return
-        Q = ids.shape[1]
-        real = None if mask is None else (mask[:, mask.shape[1] - Q :] != 0).to(ids.device)
-        self._pending.append((ids.clone(), real))
-        self._columns = seen + Q
-        if len(self._pending) > PENDING:
-            self._fold(self._pending[:-1])  # the last pass may yet fail
+            return UNKNOWN_TEXT
+        real = None if mask is None else (mask[:, mask.shape[1] - ids.shape[1] :] != 0)
+        new = ids.clone(), None if real is None else real.to(ids.device)
+        if len(self.pending) < PENDING:
+            return SeenText(self.totals, (*self.pending, new))
+        return SeenText(self._fold(), (new,))
 
     def differing_rows(self, ids: Tensor, mask: Tensor | None) -> list[int]:
-        """Numbers of the rows in which `ids` [B, n] differ from the text that the cache has seen.
+        """Numbers of the rows in which `ids` [B, n] differ from the text.
 
         Empty if the digest is unknown. `mask`: [B, n or more], 0 at padding."""
-        n = ids.shape[1]
-        self.drop_failed_pass(n)
-        if not self._is_known:
+        totals = self._fold()
+        if totals is None or totals.shape[1] != len(ids):
             return []
-        self._fold(self._pending)
-        if self._totals is None or self._totals.shape[1] != len(ids):
-            return []
-        real = torch.ones_like(ids) if mask is None else mask[:, :n]
+        real = torch.ones_like(ids) if mask is None else mask[:, : ids.shape[1]]
         found = _digest(ids, (real != 0).to(ids.device), 0)[0]
-        return (found != self._totals[0].to(found.device)).nonzero()[:, 0].tolist()
+        return (found != totals[0].to(found.device)).nonzero()[:, 0].tolist()
 
-    def counts(self, seen: int) -> list[int] | None:
-        """Number of tokens in each row [B], of the `seen` columns that the cache has really seen;
-        None if unknown."""
-        self.drop_failed_pass(seen)
-        self._fold(self._pending)
-        known = self._is_known and self._totals is not None
-        return self._totals[1].tolist() if known else None
+    def counts(self) -> list[int] | None:
+        """Number of tokens in each row [B]; None if unknown."""
+        totals = self._fold()
+        return None if totals is None else totals[1].tolist()
 
-    def drop_failed_pass(self, seen: int) -> None:
-        """Drop what the last pass added to the `seen` columns that the cache has really seen,
-        because it failed or `H2OCache.crop` removed tokens. The text is unknown from now on if
-        `seen` does not lie in the last pass. Needed before a method that adds the pending ids to
-        the digest."""
-        if seen == self._columns:
-            return
-        before = self._columns - (self._pending[-1][0].shape[1] if self._pending else 0)
-        if not before <= seen < self._columns:
-            self.mark_unknown()
-            return
-        ids, real = self._pending.pop()
-        if left := seen - before:
-            self._pending.append((ids[:, :left], None if real is None else real[:, :left]))
-        self._columns = seen
-
-    def change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+    def change_rows(self, change: Callable[[Tensor], Tensor]) -> SeenText:
         """Select or repeat the rows, as `change` does with the first axis of a tensor."""
-        self._fold(self._pending)
-        if self._totals is not None:
-            self._totals = change(self._totals.T).T
+        totals = self._fold()
+        return self if totals is None else SeenText(change(totals.T).T)
 
     def as_dict(self) -> dict[str, Any] | None:
         """Convert the digest for JSON; None if it is unknown."""
-        self._fold(self._pending)
-        if not self._is_known or self._totals is None:
+        totals = self._fold()
+        if totals is None:
             return None
-        digest, tokens = self._totals.tolist()
-        return {"columns": self._columns, "digest": digest, "counts": tokens}
+        digest, counts = totals.tolist()
+        return {"digest": digest, "counts": counts}
 
-    def restore(self, saved: dict[str, Any] | None) -> None:
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any] | None) -> SeenText:
         """Restore from the output of `as_dict`."""
-        self.reset()
         if saved is None:
-            self.mark_unknown()
-            return
-        self._columns = saved["columns"]
+            return UNKNOWN_TEXT
         totals = [saved["digest"], saved["counts"]]
-        self._totals = torch.tensor(totals, dtype=torch.long, device="cpu")
+        return cls(torch.tensor(totals, dtype=torch.long, device="cpu"))
 
-    def _fold(self, passes: list[tuple[Tensor, Tensor | None]]) -> None:
-        """Add the first pending passes to the digest in one computation."""
-        if not passes:
-            return
-        self._pending = self._pending[len(passes) :]
-        ids = torch.cat([x for x, _ in passes], dim=1)
-        real = torch.cat([x == x if mask is None else mask for x, mask in passes], dim=1)
-        if self._totals is None:
-            self._totals = _digest(ids, real, 0)
-        else:
-            before = self._totals.to(ids.device)
-            self._totals = before + _digest(ids, real, before[1, :, None])
+    def _fold(self) -> Tensor | None:
+        """`totals` with the pending passes. None if unknown or before the text."""
+        if not self.pending:
+            return self.totals
+        ids = torch.cat([x for x, _ in self.pending], dim=1)
+        real = torch.cat([x == x if mask is None else mask for x, mask in self.pending], dim=1)
+        if self.totals is None:
+            return _digest(ids, real, 0)
+        before = self.totals.to(ids.device)
+        return before + _digest(ids, real, before[1, :, None])
+
+
+NO_TEXT = SeenText()
+UNKNOWN_TEXT = SeenText(is_known=False)
 
 
 def _digest(ids: Tensor, real: Tensor, before: Tensor | int) -> Tensor:

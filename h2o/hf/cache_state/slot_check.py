@@ -8,6 +8,7 @@ Shape letters as in `h2o.hf`, and Z rows of slots.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from h2o.hf.cache_state.slot_layout import by_head
+from h2o.hf.cache_state.state import CacheState
 from h2o.quantization import dequantize
 from h2o.slots import PER_SLOT
 from h2o.spans import PINNED
@@ -25,8 +27,9 @@ CHECKS_SLOTS = os.environ.get("H2O_CHECK") == "1"
 """Whether layers check their slots after each forward pass"""
 
 
-def check_slots(layer: Any) -> None:
+def check_slots(layer: Any, state: CacheState) -> None:
     """Check the slots of an `H2OLayer` after a forward pass, also those of rows that it left out.
+    `state`: the state of the cache after the pass.
 
     Raises:
         AssertionError: a row and head does not hold exactly min(tokens seen, k) different positions
@@ -37,7 +40,8 @@ def check_slots(layer: Any) -> None:
     slots = layer.slots
     if slots is None or type(slots.scores) is not Tensor or slots.scores.is_meta:
         return  # without values
-    for what, holds in (*_about_positions(layer), *_about_scores(layer), *_about_sizes(layer)):
+    checks = _about_positions, _about_scores, _about_sizes
+    for what, holds in itertools.chain(*(check(layer, state) for check in checks)):
         if not bool(holds.all()):
             where = (~holds).nonzero()[0].tolist()
             raise AssertionError(
@@ -57,7 +61,7 @@ def _positions(layer: Any) -> Tensor:
     return by_head(layer.slots, layer.capacity.sizes, "positions", -1).long().cpu()
 
 
-def _about_positions(layer: Any) -> Checks:
+def _about_positions(layer: Any, state: CacheState) -> Checks:
     slots, positions, sinks = layer.slots, _positions(layer), layer.config.sinks
     budget = slots.budget.long().cpu()
     heavy, recent = (budget if budget.ndim == 3 else budget[:, None]).unbind(-1)
@@ -70,7 +74,7 @@ def _about_positions(layer: Any) -> Checks:
     are_sinks = held & (positions < sinks)
     yield "a sink is missing", are_sinks.sum(-1) == seen.clamp(max=sinks)
     # h2o.compress_document leaves fewer recent keys of a document than later budgets have.
-    since = 0 if layer.seen == layer.prompt_columns else layer.prompt_columns
+    since = 0 if state.columns == state.prompt_columns else state.prompt_columns
     begin = (seen - recent).clamp(min=since)
     are_recent = held & (positions >= begin[..., None])
     yield "a recent token is missing", are_recent.sum(-1) == (seen - begin).clamp(min=0)
@@ -84,12 +88,12 @@ def _about_positions(layer: Any) -> Checks:
     )
 
 
-def _about_scores(layer: Any) -> Checks:
+def _about_scores(layer: Any, state: CacheState) -> Checks:
     slots, positions, guard = layer.slots, _positions(layer), layer.guard
     held, scores = positions >= 0, by_head(slots, layer.capacity.sizes, "scores").cpu()
     if not guard.has_independent_rows:  # the caches of their prompts had the pins
         pinned, all_held = torch.zeros_like(held), torch.ones_like(held[..., 0])
-        for row, spans in enumerate(guard.pins.rows or ()):
+        for row, spans in enumerate(state.pinned.each(len(held))):
             for start, stop in spans:
                 of_span = (positions[row] >= start) & (positions[row] < stop)
                 stop = min(stop, int(slots.seen_tokens[row]))
@@ -99,13 +103,13 @@ def _about_scores(layer: Any) -> Checks:
         yield "a pinned key has another score than infinity", (scores == PINNED) | ~pinned
     if slots.norms is not None:
         values = slots.keys if slots.values is None else slots.values
-        norms = dequantize(values, layer.row_size[0]).float().norm(dim=-1)
+        norms = dequantize(values, layer.facts.row_size[0]).float().norm(dim=-1)
         about = 0.2 if layer.config.kv_dtype else 0.01
         right = torch.isclose(slots.norms, norms, rtol=about, atol=1e-3)
         yield "a norm is not that of its value", right | (slots.positions < 0)
 
 
-def _about_sizes(layer: Any) -> Checks:
+def _about_sizes(layer: Any, state: CacheState) -> Checks:
     slots, sizes = layer.slots, layer.capacity.sizes
     Z, G = slots.next_slot.shape
     shape = (Z, G, *sizes) if slots.starts is None else (Z, sum(sizes))
@@ -115,4 +119,4 @@ def _about_sizes(layer: Any) -> Checks:
             fits = torch.tensor(field.shape[: len(shape)] == shape, device="cpu")
             yield f"{name} has the shape {tuple(field.shape)}, not {shape}", fits
     if layer.capacity.tokens < math.inf and not layer.guard.has_independent_rows:
-        yield f"`longest` is {layer.longest}", slots.seen_tokens <= layer.longest
+        yield f"`longest` is {state.longest}", slots.seen_tokens <= state.longest

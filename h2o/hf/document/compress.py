@@ -24,15 +24,15 @@ from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import Unpack
 
 from h2o import compat
+from h2o.compat_calls import ModelCall
 from h2o.config import H2OConfig, resolve_config
 from h2o.config.fields import ConfigFields, Pinned
 from h2o.errors import UnsupportedError
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.cache_state import recurrent_states
+from h2o.hf.cache_state.seen_text import NO_TEXT
 from h2o.hf.document.cut_cache import cut_cache
 from h2o.hf.layers.layer import H2OLayer
-from h2o.hf.layers.pass_runners import ScoringRunner
-from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.model_traits.layer_kinds import counts_padding, has_states
 from h2o.hf.model_traits.wrappers import (
     check_no_tuned_prompt,
@@ -40,9 +40,10 @@ from h2o.hf.model_traits.wrappers import (
     forward_accepts,
     input_device,
 )
+from h2o.hf.modes import COUNTS_PADDING, Mode, check_modes, config_modes
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
-from h2o.hf.support import transformers_layers
+from h2o.hf.support import model_modes, transformers_layers
 from h2o.number_checks import is_integer, is_number
 from h2o.policy import Policy
 
@@ -146,18 +147,13 @@ def compress_document(
         )
     if input_ids.shape[1] == 0:
         raise ValueError("input_ids has no tokens: the document is empty")
-    if readings == 2 and config.positions != "original":
-        raise UnsupportedError(
-            'positions="cache_relative" does not support a second reading: pass readings=1'
-        )
+    if readings == 2:
+        check_modes({Mode.REREADING, *config_modes(config), *model_modes(model)})
     device = input_device(model)
     ids, mask = input_ids.to(device), mask.bool().to(device)
     follows = bool((mask[:, :-1] & ~mask[:, 1:]).any())
     if follows and counts_padding(transformers_layers(model.config)):
-        raise ValueError(
-            "attention_mask has padding after a token, and this model's sliding windows and states "
-            'would count it as text: pad on the left (tokenizer.padding_side = "left")'
-        )
+        raise ValueError(f"attention_mask has padding after a token, and {COUNTS_PADDING}")
     progress = progress or (lambda done, columns: None)
     if readings == 2:
         request = _request(REPEAT if repeat is None else repeat, tokenizer)
@@ -203,15 +199,17 @@ class _Reader:
         empty = H2OCache(self.model.config, config.after_reading, pinned=pinned)
         lengths, N = self.mask.sum(1).tolist(), self.mask.shape[1]
         # These three raise before any reading.
-        prompt_budget.begin_pins(empty.guard, lengths, self.mask, N)
+        pinned_rows = prompt_budget.resolve_pins(empty.guard, lengths, self.mask, N)
         at_once = [self.tokens_at_once(n, request.shape[1]) for n in lengths]
         self.check_angles(request)
         attention = self.document(config.policy)
+        read = self.cache.guard.state._replace(text=NO_TEXT.add(self.ids, self.mask))
         others = _other_layers(self.cache)
         largest = self.repetition(request.to(self.ids.device), at_once, others)
-        cache = cut_cache(self.cache, empty, config, attention, largest, by_attention)
+        rows = prompt_budget.PromptRows(lengths, lengths, pinned_rows)
+        cache = cut_cache(self.cache, empty, rows, config, attention, largest, by_attention)
         _put_other_layers(cache, others)
-        cache.guard.text.record_ids(self.ids, self.mask, 0)
+        cache.guard.put(prompt_budget.state_after_prompt(read, lengths, lengths, pinned_rows))
         return cache
 
     def check_angles(self, request: Tensor) -> None:
@@ -236,11 +234,6 @@ class _Reader:
             tokens = self.ids[:, piece], self.mask[:, piece]
             _forward(self.model, self.cache, *tokens, self.mask[:, :begin])
             self.progress(min(N, begin + CHUNK), self.columns)
-        if any(layer.part != tensor_parallel.WHOLE for layer in self.layers):
-            raise UnsupportedError(
-                "readings=2 does not support a model that is cut over several processes: pass "
-                "readings=1"
-            )
         return [layer.kept().scores for layer in self.layers]
 
     def repetition(
@@ -259,7 +252,7 @@ class _Reader:
         for layer in self.layers:
             layer.policy = Policy(score_by="max")
             layer.slots.scores.zero_()
-            layer.runner = ScoringRunner()
+        self.cache.guard.only_scores = True
         rows = [row[real] for row, real in zip(self.ids, self.mask, strict=True)]
         passes = max(math.ceil(len(x) / n) for x, n in zip(rows, at_once, strict=True))
         N = self.ids.shape[1]
@@ -321,15 +314,17 @@ def _put_other_layers(cache: H2OCache, others: dict[int, Any]) -> None:
 def _forward(model: Any, cache: Any, ids: Tensor, mask: Tensor, before: Tensor) -> None:
     """Run the model on ids [B, Q] with a mask [B, Q], without computing logits. The cache has seen
     the columns of the mask `before` [B, n]."""
-    decoder = decoder_of(model)
+    decoder, whole = decoder_of(model), torch.cat([before, mask], 1)
     more = {}
     if forward_accepts(decoder, "position_ids"):
         positions = before.sum(1, keepdim=True) + mask.cumsum(1) - 1
         more["position_ids"] = positions.clamp(min=0)
-    decoder(
-        input_ids=ids,
-        attention_mask=torch.cat([before, mask], 1),
-        use_cache=True,
-        **compat.with_cache(cache),
-        **more,
-    )
+    call = ModelCall.of(model, ids, whole, more.get("position_ids"))
+    with cache.guard.telling(call):
+        decoder(
+            input_ids=ids,
+            attention_mask=whole,
+            use_cache=True,
+            **compat.with_cache(cache),
+            **more,
+        )

@@ -11,12 +11,11 @@ from h2o import ops
 from h2o.config import H2OConfig
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.cache_state import slot_layout
-from h2o.hf.cache_state.pins import Pins
+from h2o.hf.cache_state.pins import PinnedRows
 from h2o.hf.cache_state.slot_layout import Budgets
 from h2o.hf.cache_state.trace import find_evicted
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.model_traits import tensor_parallel
-from h2o.hf.prompt import prompt_budget
 from h2o.hf.prompt.cross_head_budget import (
     Prompt,
     add_slots,
@@ -25,7 +24,7 @@ from h2o.hf.prompt.cross_head_budget import (
     positions_in,
     reserve_for_heads,
 )
-from h2o.hf.prompt.prompt_budget import PromptBudget
+from h2o.hf.prompt.prompt_budget import PromptBudget, PromptRows
 from h2o.policy import Policy
 
 RECENT = 4
@@ -48,6 +47,7 @@ each of 16 texts:
 def cut_cache(
     full_cache: H2OCache,
     cache: H2OCache,
+    rows: PromptRows,
     config: H2OConfig,
     attention: list[Tensor],
     largest: list[Tensor],
@@ -63,15 +63,16 @@ def cut_cache(
 
     Args:
         full_cache: a cache without a budget that has read the document.
-        cache: an empty cache with the config for the text after the document. Its pins have been
-            given the document.
+        cache: an empty cache with the config for the text after the document. The caller gives it
+            its state.
+        rows: the documents.
         config: budgets, storage, and the policy of `attention`.
         attention, largest: a tensor [B, G, K] float32 for each H2O layer. `attention` has scores by
             the config's policy. `largest` has the largest attention of any single query, which is
             each key's score from then on.
         by_attention: fraction in [0, 1].
     """
-    pins = cache.guard.pins
+    pins = rows.pinned
     layers = [
         (source, layer)
         for source, layer in zip(full_cache.layers, cache.layers, strict=True)
@@ -80,7 +81,9 @@ def cut_cache(
     first, kept, spare, wanted = [], [], [], []
     for (source, layer), scores in zip(layers, attention, strict=True):
         keys, values, mask = _held_tokens(source)
-        budgets = _budgets_of(layer, source, mask)
+        heads = source.num_heads
+        budget = rows.budget(layer.plan, heads, tensor_parallel.WHOLE, source.token_size)
+        budgets = each_head(budget.by_row, heads)
         own = [n and n + LATER_RECENT - RECENT for n in pins.counts(len(budgets), config.sinks)]
         first_budget, left = reserve_for_heads(
             budgets, config.sinks, layer.plan.floor, own, by_attention, RECENT
@@ -101,7 +104,7 @@ def cut_cache(
         # Scores are at most 1, so adding 2 ranks the keys chosen by `attention` above all others.
         keys, values, mask = _held_tokens(source)
         ranks = _with_pins(pins, mask, scores + 2 * chosen)
-        layer.row_size = source.row_size
+        layer.facts = source.facts
         prompt = Prompt(
             keys, values, mask, ranks, echo=None, counts=[mask.shape[1]], columns=source.seen,
             column_mask=None, budget=PromptBudget(budget, []),
@@ -113,7 +116,7 @@ def cut_cache(
     return cache
 
 
-def _with_pins(pins: Pins, mask: Tensor, scores: Tensor) -> Tensor:
+def _with_pins(pins: PinnedRows, mask: Tensor, scores: Tensor) -> Tensor:
     return pins.score(scores, positions_in(mask, scores)[0])
 
 
@@ -123,16 +126,6 @@ def _held_tokens(layer: H2OLayer) -> tuple[Tensor, Tensor | None, Tensor]:
     fields = {"positions": -1.0, **dict.fromkeys(layer.row_fields, 0.0)}
     positions, *rows = slot_layout.gather_held_keys(layer.slots, layer.capacity.sizes, **fields)
     return rows[0], rows[1] if layer.variant.has_values else None, positions[:, 0] >= 0
-
-
-def _budgets_of(layer: H2OLayer, source: H2OLayer, mask: Tensor) -> Budgets:
-    """Budgets that this layer would give to a prompt, with an entry for each head."""
-    heads = source.num_heads
-    rows = prompt_budget.prompt_budget(
-        layer.plan, layer.guard, mask.sum(1).tolist(), heads, tensor_parallel.WHOLE,
-        source.token_size,
-    ).by_row  # fmt: skip
-    return each_head(rows, heads)
 
 
 def _later(budgets: Budgets, wanted: Budgets) -> Budgets:

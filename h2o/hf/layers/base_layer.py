@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,11 +25,23 @@ from h2o.hf.cache_state.slot_layout import Capacity
 from h2o.hf.cache_state.trace import Trace
 from h2o.hf.layers.pass_runners import EagerRunner
 from h2o.hf.layers.plain_variant import PlainVariant
-from h2o.hf.layers.weights_origin import WeightsOrigin
 from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.prompt.scorers import AttentionScorer
 from h2o.quantization import dequantize
 from h2o.spans import PINNED
+
+
+class LayerFacts(NamedTuple):
+    """Plain facts about what a layer holds. Files and copies go over these fields."""
+
+    row_size: tuple[int, int] = (0, 0)
+    """D, and bytes per element in the model's dtype"""
+    part: tuple[int, int] = tensor_parallel.WHOLE
+    """The part of the model's heads in this process (`h2o.hf.model_traits.tensor_parallel`)"""
+    raised: bool = False
+    """Whether a budget below one token was rounded up to one"""
+    floored: bool = False
+    """Whether a head may keep `min_tokens` keys, more than its fraction"""
 
 
 class BaseLayer(CacheLayerMixin):
@@ -72,28 +84,24 @@ class BaseLayer(CacheLayerMixin):
         self.variant: Any = variant or PlainVariant()
         self.scorer: Any = scorer or AttentionScorer()
         self.runner: Any = runner or EagerRunner()
-        self.columns = self.runner.initial_columns()
-        """Columns seen: an int, or a tensor that captured steps change in place"""
         self.trace = Trace() if trace else None
-        self.part = tensor_parallel.WHOLE  # the part of the model's heads in this process
-        self.origin = WeightsOrigin()
         self.empty()
 
     def import_keys(self, keys: Tensor, values: Tensor | None, mask: Tensor | None) -> None:
         """Store keys and values [B, G, n, D] of another cache, except padding (mask [B, n]).
 
         The slots hold them in ascending order of position. Their scores are 0, and the budget is
-        unlimited, until the next forward pass scores them and evicts down to the budget."""
+        unlimited, until the next forward pass scores them and evicts down to the budget
+        (`CacheState.unscored`)."""
         keys, values = self.variant.rows(self, keys, values)
-        self.row_size = keys.shape[-1], keys.element_size()
         size = 1 + (keys.shape[2] if mask is None else int(mask.sum(1).max()))
         kind = {"value_weighted": self.config.value_weighted}
         slots = ops.new_slots(keys, size, shared=values is None, **kind)
         scores = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
         ops.evict(keys, values, scores, slots, mask=mask, **kind)
+        self.facts = LayerFacts(row_size=(keys.shape[-1], keys.element_size()))
         self.set_slots(slots, Capacity(self.capacity.widest, [size]))
-        self.unscored = True
-        self.count(keys.shape[2], mask)
+        self._record(keys.shape[2], mask)
 
     def take_rows(
         self, rows: list[int], source: BaseLayer, source_rows: list[int], B: int, longest: int
@@ -107,7 +115,7 @@ class BaseLayer(CacheLayerMixin):
             longest: number of tokens that the longest of all rows has seen.
         """
         if self.slots is None:
-            self.row_size, self.seen = source.row_size, source.seen
+            self.facts = source.facts
             copies = slot_layout.change_rows(
                 source.slots, lambda x: x[:1].expand(B, *x.shape[1:]).clone()
             )
@@ -121,7 +129,6 @@ class BaseLayer(CacheLayerMixin):
         joining = slot_layout.change_rows(source.slots, lambda x: x[index])
         slot_layout.put_rows(slots, to, slot_layout.enlarge(joining, others.sizes, sizes))
         self.set_slots(slots, Capacity(widest, sizes))
-        self.longest = longest
 
     def select_rows(self, rows: Tensor | None) -> None:
         """Select the rows of the next batches: distinct numbers [n] int32, or None for all."""
@@ -132,11 +139,16 @@ class BaseLayer(CacheLayerMixin):
         widest = self.capacity.widest
         return slot_layout.row_bytes(self.slots, slot_layout.capacities(widest, max(widest)))
 
-    def count(self, Q: int, mask: Tensor | None) -> None:
-        """Advance the column count by Q, and update pins and trace after a pass."""
-        self.columns += Q
-        if self.waits_for_pins:
-            self.waits_for_pins = self.guard.pins.has_pending(self.slots.seen_tokens)
+    def stored(self, Q: int, mask: Tensor | None) -> None:
+        """Record that Q new columns have been stored."""
+        self.guard.layer_stored(self.layer_idx)
+        the_pass = self.guard.current
+        if the_pass is not None and the_pass.after.waits_for_pins:
+            the_pass.check_pins(self.slots.seen_tokens)
+        if self.trace is not None:
+            self._record(Q, mask)
+
+    def _record(self, Q: int, mask: Tensor | None) -> None:
         if self.trace is not None:
             self.trace.record(self.slots, self.capacity.sizes, Q, mask)
 
@@ -204,31 +216,22 @@ class BaseLayer(CacheLayerMixin):
 
     @property
     def seen(self) -> int:
-        """Number of columns seen, including padding."""
-        return int(self.columns)
-
-    @seen.setter
-    def seen(self, columns: int) -> None:
-        if isinstance(self.columns, Tensor):
-            self.columns.fill_(columns)  # captured graphs use this tensor
-        else:
-            self.columns = columns
+        """Number of columns seen by the cache, including padding."""
+        return int(self.guard.columns)
 
     def get_seq_length(self) -> Any:
         """Number of columns seen, including padding and evicted tokens.
 
         transformers numbers new tokens from here."""
-        return self.columns
+        return self.guard.columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(length, offset) of the mask. It covers new tokens only: stored keys are all visible."""
-        return query_length, self.columns
+        return query_length, self.guard.columns
 
     def get_max_length(self) -> int:
         """-1, which means unbounded."""
         return -1
-
-    get_max_cache_shape = get_max_length  # the method's name before transformers 5.16
 
     @property
     def is_croppable(self) -> bool:
@@ -246,18 +249,10 @@ class BaseLayer(CacheLayerMixin):
 
     def empty(self) -> None:
         """Empty the slots. Convolution and recurrent states are not touched."""
+        self.facts = LayerFacts()
         self.set_slots(None, slot_layout.NO_CAPACITY)
-        self.seen = 0
-        self.longest = 0  # upper bound of the number of tokens in any row
-        self.prompt_columns = 0
-        self.row_size = (0, 0)  # D, and bytes per element in the model's dtype
-        self.unscored = False  # whether all keys came from a DynamicCache and have no scores yet
-        self.raised = False  # whether a budget below one token was rounded up to one
-        self.floored = False  # whether a head may keep `min_tokens` keys, more than its fraction
-        self.waits_for_pins = False  # whether some pinned tokens have not arrived yet
         self.trace = None if self.trace is None else Trace()
         self.last: Any = None  # the result of `record_pass` for the last pass, if it was recorded
-        self.guard.waiting = self.guard.prompt_counts = self.guard.chunked_lengths = None
 
     def change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         """Select or repeat the batch rows, including their budgets, but not those of states.
@@ -310,13 +305,13 @@ class BaseLayer(CacheLayerMixin):
 
     def _unpack_rows(self, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Convert rows of slots to the model's keys and values."""
-        D, _ = self.row_size
+        D, _ = self.facts.row_size
         return self.variant.unpack_rows(*(dequantize(rows[i], D) for i in (0, -1)))
 
     @property
     def token_size(self) -> tuple[int, int, int]:
         """Elements per row, bytes per element in the model's dtype, and rows per token and head."""
-        return *self.row_size, 1 + self.variant.has_values
+        return *self.facts.row_size, 1 + self.variant.has_values
 
     def report(self) -> LayerReport:
         """Report on this layer; see `h2o.hf.cache_state.report`."""
@@ -328,11 +323,7 @@ class BaseLayer(CacheLayerMixin):
         stored = [0 if x is None else x.nbytes for x in slots]
         kept = slot_layout.by_head(slots, sizes, "positions", -1) >= 0
         pinned = kept & (slot_layout.by_head(slots, sizes, "scores") == PINNED)
-        mass_evicted = mass_kept = math.nan
-        if self.scorer.uses_attention:
-            scores = slots.scores[slots.positions >= 0]
-            mass_evicted = slots.evicted_score.sum().item()
-            mass_kept = scores[scores < PINNED].cpu().double().sum().item()
+        scores = slots.scores[slots.positions >= 0]
         return LayerReport(
             layer=self.layer_idx,
             kind="h2o",
@@ -343,11 +334,11 @@ class BaseLayer(CacheLayerMixin):
             bytes_held=sum(stored[:2]),
             bytes_full=self.seen * B * G * math.prod(self.token_size),
             bytes_bookkeeping=sum(stored[2:]),
-            mass_evicted=mass_evicted,
-            mass_kept=mass_kept,
-            raised=self.raised,
-            floored=self.floored,
-            unscored=self.unscored,
+            mass_evicted=slots.evicted_score.sum().item(),
+            mass_kept=scores[scores < PINNED].cpu().double().sum().item(),
+            raised=self.facts.raised,
+            floored=self.facts.floored,
+            unscored=self.guard.state.unscored,
         )
 
 

@@ -54,7 +54,8 @@ class CacheRelativeVariant(PlainVariant):
         self._ranks = None  # invalid after the eviction that follows
         most = None
         if tokens.mask is None:
-            most = min(layer.longest, max(layer.capacity.widest)) + tokens.query.shape[2]
+            most = min(layer.guard.state.longest, max(layer.capacity.widest))
+            most += tokens.query.shape[2]
         return attend(
             tokens.query, tokens.key, tokens.value, slots, layer.capacity.sizes,
             rotary=self.rotary, most=most, policy=layer.policy, **tokens.options,
@@ -65,7 +66,7 @@ class CacheRelativeVariant(PlainVariant):
     ) -> Tensor:
         if self._ranks is None:
             self._ranks = ranks(slots, layer.capacity.sizes)
-        longest = min(layer.longest, max(layer.capacity.widest)) + 1
+        longest = min(layer.guard.state.longest, max(layer.capacity.widest)) + 1
         table = self.rotary.table(longest, slots.keys.device)
         by_rank = ops.Rotary(table, self._ranks)
         return super().step(layer, tokens, slots, out, rotary=by_rank)

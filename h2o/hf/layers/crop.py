@@ -13,10 +13,13 @@ from typing import Any
 
 from torch import Tensor
 
-from h2o.compat import CROPS_TO_LENGTH, StatesLayer
+from h2o.compat import StatesLayer
 from h2o.hf.attention.attention_call import NewTokens
 from h2o.hf.cache_state.layer_snapshot import Snapshot, restore, take_snapshot
+from h2o.hf.cache_state.pass_guard import ForwardPass, PassGuard
+from h2o.hf.cache_state.state import CacheState
 from h2o.hf.model_traits.layer_kinds import free_keys_before_window, has_states, kind_of
+from h2o.hf.modes import Mode, refusal
 
 
 def record_pass(layer: Any, tokens: NewTokens) -> tuple[Snapshot, NewTokens]:
@@ -26,7 +29,7 @@ def record_pass(layer: Any, tokens: NewTokens) -> tuple[Snapshot, NewTokens]:
     return take_snapshot(layer, states=False).each(Tensor.clone), without_layer
 
 
-def crop(layers: Sequence[Any], tokens: int, seen: int, left: int) -> None:
+def crop(layers: Sequence[Any], guard: PassGuard, tokens: int, seen: int, left: int) -> None:
     """Crop all layers of a cache from `seen` to `left` > 0 columns, or none after an error.
 
     Raises:
@@ -36,23 +39,21 @@ def crop(layers: Sequence[Any], tokens: int, seen: int, left: int) -> None:
     h2o_layers = [layer for layer in layers if kind_of(layer) == "h2o"]
     with_states = [layer for layer in layers if has_states(layer)]
     if left < seen:
-        _check_record(h2o_layers, left)
+        _check_record(h2o_layers, guard, left)
         if any(any(layer.is_recurrent_states_initialized.values()) for layer in with_states):
-            raise NotImplementedError(
-                "this model's recurrent states are sums over all tokens, from which no token can "
-                "be removed. Call cache.fork() before you add tokens that you may have to remove"
-            )
+            raise NotImplementedError(refusal({Mode.CROP, Mode.HYBRID}))
     before = [(layer, take_snapshot(layer)) for layer in {*h2o_layers, *with_states}]
     try:
-        for layer in h2o_layers:
-            _crop_layer(layer, left)
-            if has_states(layer) and layer.record_past:
-                StatesLayer.crop(layer, tokens)
-        for layer in layers:  # transformers' own layers may raise
-            if kind_of(layer) in ("sliding", "states") and (
-                left < seen or getattr(layer, "record_past", False)
-            ):
-                layer.crop(tokens)
+        with guard.repeating(_pass_to_repeat(guard.state, left)) as the_pass:
+            for layer in h2o_layers:
+                _crop_layer(layer, left < seen, the_pass)
+                if has_states(layer) and layer.record_past:
+                    StatesLayer.crop(layer, tokens)
+            for layer in layers:  # transformers' own layers may raise
+                if kind_of(layer) in ("sliding", "states") and (
+                    left < seen or getattr(layer, "record_past", False)
+                ):
+                    layer.crop(tokens)
     except BaseException:
         for layer, state in before:
             restore(layer, state)
@@ -62,16 +63,28 @@ def crop(layers: Sequence[Any], tokens: int, seen: int, left: int) -> None:
             free_keys_before_window(layer)
 
 
-def _check_record(h2o_layers: Sequence[Any], left: int) -> None:
+def _pass_to_repeat(state: CacheState, left: int) -> ForwardPass:
+    """The first columns of the last pass, up to `left` in all. Before and after it are the same
+    state if no column of the pass is left, or if the pass was not recorded and nothing is to be
+    removed."""
+    last = state.last_pass
+    if last is None or left == state.columns:
+        return ForwardPass(state, state._replace(last_pass=None), 0)
+    columns = left - last.before.columns
+    return ForwardPass(last.before, last.crop(left), columns, last.chunked_lengths)
+
+
+def _check_record(h2o_layers: Sequence[Any], guard: PassGuard, left: int) -> None:
     """Raise NotImplementedError if a layer cannot be cropped to `left` columns."""
+    last = guard.state.last_pass
     for layer in h2o_layers:
-        if layer.last is None:
+        if layer.last is None or last is None:
             raise NotImplementedError(
                 "an H2OCache cannot remove tokens of a pass that was not recorded: evicted keys "
                 "cannot be restored. Give generate() a copy, cache.fork(), if you may have to drop "
                 "its tokens, or call cache.activate_past_recording() before a single forward pass"
             )
-        began = layer.last[0].numbers["seen"]
+        began = last.before.columns
         if left < began:
             raise NotImplementedError(
                 "an H2OCache can only remove tokens of its last forward pass, which began after "
@@ -80,13 +93,13 @@ def _check_record(h2o_layers: Sequence[Any], left: int) -> None:
             )
 
 
-def _crop_layer(layer: Any, left: int) -> None:
+def _crop_layer(layer: Any, removes: bool, the_pass: ForwardPass) -> None:
     """Crop an `H2OLayer`. Its old tensors stay intact, so that they can be restored."""
-    if left < layer.seen:
+    if removes:
         before, new = layer.last
         restore(layer, before, states=False)
-        if columns := left - layer.seen:
-            layer.forward(new.columns(0, columns))
+        if the_pass.columns:
+            layer.forward(new.columns(0, the_pass.columns))
     layer.last = None
     layer.variant.forget()  # the state of the repeated pass
 
@@ -96,13 +109,12 @@ def columns_left(tokens: int, seen: int) -> int:
 
     Raises:
         TypeError: the number is not an integer.
-        ValueError: this version of transformers does not accept the number.
+        ValueError: the number is positive.
     """
     try:
         tokens = operator.index(tokens)  # int() would round, and NaN is below no number
     except TypeError:
         raise TypeError(f"crop({tokens!r}): expected an integer") from None
-    if not CROPS_TO_LENGTH and tokens > 0:
+    if tokens > 0:
         raise ValueError(f"crop({tokens}): pass the number of tokens to remove as a negative int")
-    left = tokens if CROPS_TO_LENGTH and tokens >= 0 else seen + tokens
-    return min(max(left, 0), seen)
+    return max(seen + tokens, 0)

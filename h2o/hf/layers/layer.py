@@ -66,7 +66,7 @@ class H2OLayer(BaseLayer):
             if shape[0] == 0:
                 raise ValueError("an H2OCache needs at least one row, not a batch of 0")
             # Under autocast, keys are float32 after rotation. Attention casts them like the values.
-            self.row_size = last.shape[-1], last.element_size()
+            self.facts = self.facts._replace(row_size=(last.shape[-1], last.element_size()))
         elif shape[0] != self.batch_size:
             self._raise_batch_error(shape[0])
         elif shape[1] != self.num_heads:
@@ -75,16 +75,17 @@ class H2OLayer(BaseLayer):
                 f"was given keys of {shape[1]} heads. It belongs to another model, or to the same "
                 "model split over another number of processes. Use a new H2OCache"
             )
-        elif last.shape[-1] != self.row_size[0]:
+        elif last.shape[-1] != self.facts.row_size[0]:
             raise ValueError(
-                f"this cache holds keys of {self.row_size[0]} elements in layer {self.layer_idx} "
-                f"and was given keys of {last.shape[-1]}. It belongs to another model. Use a new "
-                "H2OCache"
+                f"this cache holds keys of {self.facts.row_size[0]} elements in layer "
+                f"{self.layer_idx} and was given keys of {last.shape[-1]}. It belongs to another "
+                "model. Use a new H2OCache"
             )
         elif self.slots.keys.device != rows.device:  # loaded from a file, or the model was moved
             restore(self, take_snapshot(self).each(lambda x: x.to(rows.device)))
         keys = self.variant.attach_layer(self, key_states, rows)
-        self.guard.waiting = self.layer_idx
+        if self.guard.current is None:  # the layer is used without a cache
+            self.guard.enter(self.layer_idx, shape[2])
         return keys, value_states
 
     def attend(self, call: AttentionCall) -> Tensor:
@@ -111,64 +112,70 @@ class H2OLayer(BaseLayer):
             self.variant.end_call()
 
     def _attend(self, call: AttentionCall) -> Tensor:
-        if self.guard.waiting != self.layer_idx:
+        guard, the_pass = self.guard, self.guard.current
+        compiling = torch.compiler.is_compiling()
+        if not compiling and (the_pass is None or the_pass.waiting != self.layer_idx):
             raise RuntimeError(
                 f"attention of layer {self.layer_idx} ran twice for the same keys. An H2OCache "
                 "does not support repeated forward passes: switch gradient checkpointing off"
             )
-        seen = None if self.trace is None else self.seen
         try:
             call.check()
+            state, is_prompt = guard.state, self.slots is None or guard.state.unscored
             # Some models do not pass use_cache on to their layers, where it defaults to False. It
             # really is False if the whole text comes again together with its first new token.
             if (
                 call.use_cache is False
-                and 0 < self.seen == self.prompt_columns == call.query.shape[2] - 1
+                and 0 < state.columns == state.prompt_columns == call.query.shape[2] - 1
                 and call.may_begin_text
             ):
                 raise ValueError(WITHOUT_CACHE)
-            if self.layer_idx == next(iter(self.guard.plans), self.layer_idx):
-                self.origin.check(call.module, begins=self.slots is None)
+            if not compiling and self.layer_idx == next(iter(guard.plans), self.layer_idx):
+                guard.origin.check(call.module, begins=self.slots is None)
             query, key, value = as_autocast(call.query, call.key, call.value)
             dtype = query.dtype
             tokens = self.variant.tokens(self, query, key, value, call)
-            if self.slots is None or self.unscored:
-                self.part = tensor_parallel.part(call.module)
+            if is_prompt:
+                self.facts = self.facts._replace(part=tensor_parallel.part(call.module))
                 if self.plan.shares is not None:
                     self.plan.check_attention(call.module)
-            if self.slots is not None and (self.config.kv_dtype is None or self.unscored):
+            if self.slots is not None and (self.config.kv_dtype is None or is_prompt):
                 stored = self.slots.keys.dtype  # keys of a DynamicCache are not quantized yet
                 if stored != dtype:  # autocast was switched on or off since the keys were stored
                     tokens = tokens.to(stored)
             last = record_pass(self, tokens) if self.record_past else None
             out = self.forward(tokens)
         except Exception:
-            if self.trace is None or seen == self.seen:
-                self.guard.layer_rejected(self.layer_idx)
+            if the_pass is None or self.layer_idx not in the_pass.stored:
+                guard.layer_rejected()
             raise  # keys stored but missing from the trace: treat the pass as interrupted
         self.last = last
-        self.guard.layer_done(self.layer_idx)
-        if CHECKS_SLOTS and not torch.compiler.is_compiling():
-            check_slots(self)
+        guard.layer_done(self.layer_idx)
+        if CHECKS_SLOTS and the_pass is not None:
+            check_slots(self, the_pass.after)
         return out if out.dtype == dtype else out.to(dtype)
 
     def forward(self, tokens: NewTokens) -> Tensor:
         """Attend to and store tokens that were checked and cast to the dtype of the slots."""
-        if self.slots is None or self.unscored:
+        state = self.guard.state
+        if self.slots is None or state.unscored:
             return self._attend_prompt(tokens)
-        if tokens.query.shape[2] != 1 or self.waits_for_pins:  # a step cannot pin its key
+        if self.guard.only_scores:
+            return self.attention(tokens, self.slots)[0]
+        if tokens.query.shape[2] != 1 or state.waits_for_pins:  # a step cannot pin its key
             return self.runner.chunk(self, tokens)
         return self.runner.step(self, tokens)
 
     def _attend_prompt(self, tokens: NewTokens) -> Tensor:
         """Run the first pass, possibly over keys of a DynamicCache too, and set the budgets."""
         B, G, Q, _ = tokens.key.shape
-        guard, unscored, size = self.guard, self.slots, self.token_size
-        if guard.prompt_counts is None:  # this is the first layer
+        the_pass, unscored, size = self.guard.current, self.slots, self.token_size
+        assert the_pass is not None
+        if the_pass.prompt is None:  # this is the first layer
             before = None if unscored is None else unscored.seen_tokens
-            prompt_budget.begin_prompt(guard, self.plan, tokens.mask, (B, Q), before, size)
-        counts = guard.prompt_counts
-        budget = prompt_budget.prompt_budget(self.plan, guard, counts, G, self.part, size)
+            prompt_budget.begin_prompt(self.guard, self.plan, tokens.mask, (B, Q), before, size)
+        rows = the_pass.prompt
+        budget = rows.budget(self.plan, G, self.facts.part, size)
         scores_before = None if unscored is None else unscored.scores.clone()
         try:
             out, scores = self.attention(tokens, unscored)
@@ -180,9 +187,9 @@ class H2OLayer(BaseLayer):
             else:
                 keys, values, mask = slot_layout.join_slots_and_tokens(unscored, keys, values, mask)
                 scores = torch.cat([unscored.scores, scores], dim=2)
-            if guard.pins.rows is not None:
-                scores = guard.pins.score(scores, positions_in(mask, scores)[0])
-            prompt = Prompt(keys, values, mask, scores, echo, counts, Q, tokens.mask, budget)
+            if rows.pinned:
+                scores = rows.pinned.score(scores, positions_in(mask, scores)[0])
+            prompt = Prompt(keys, values, mask, scores, echo, rows.counts, Q, tokens.mask, budget)
             self.scorer.store(self, prompt)
         except Exception:  # `attend` has changed nothing but the scores
             if unscored is not None:
@@ -204,31 +211,25 @@ class H2OLayer(BaseLayer):
             prompt.keys, prompt.values, prompt.scores, slots, mask=prompt.mask, policy=self.policy
         )
         self.set_slots(slots, capacity)
-        self.longest = tokens
-        self.raised, self.floored = prompt.budget.raised, prompt.budget.floored
-        self.unscored = False
-        self.waits_for_pins = self.guard.pins.rows is not None
-        self.count(prompt.columns, prompt.column_mask)
-        self.prompt_columns = self.seen
+        self.facts = self.facts._replace(raised=prompt.budget.raised, floored=prompt.budget.floored)
+        self.stored(prompt.columns, prompt.column_mask)
 
     def attention(self, tokens: NewTokens, slots: ops.Slots | None) -> tuple[Tensor, Tensor]:
         """Return the output [B, Q, H, D] and the scores [B, G, Q] of the new keys."""
-        out, scores = self.variant.attention(self, tokens, slots)
-        if not self.scorer.uses_attention:
-            scores = self.scorer.scores(self, tokens, slots, scores)
-        return out, scores
+        attended: tuple[Tensor, Tensor] = self.variant.attention(self, tokens, slots)
+        return attended
 
     def attend_and_evict(self, tokens: NewTokens, slots: ops.Slots) -> Tensor:
         """Attend to the slots and the new tokens, then keep as many of both as fit the budget."""
 
         def attend() -> tuple[Tensor, Tensor]:
             out, scores = self.attention(round_like_slots(tokens, slots), slots)
-            if self.waits_for_pins:
+            if self.guard.state.waits_for_pins:
                 positions, _ = positions_in(tokens.mask, scores)
                 after = (positions + slots.seen_tokens[:, None, None]).masked_fill(
                     positions < 0, -1
                 )
-                scores = self.guard.pins.score(scores, after)
+                scores = self.guard.state.pinned.score(scores, after)
             return out, scores
 
         return evict_after(attend, tokens, slots, self.policy)
@@ -237,7 +238,6 @@ class H2OLayer(BaseLayer):
         """Empty the layer and free its memory."""
         self.empty()
         self.variant.forget()
-        self.scorer.reset()
 
 
 class H2OLayerWithStates(H2OLayer, StatesAndKeysLayer):

@@ -11,7 +11,6 @@ full size from the prompt on, and the number of columns seen is a tensor.
 from __future__ import annotations
 
 import functools
-import itertools
 from typing import Any, get_type_hints
 
 import torch
@@ -29,46 +28,36 @@ from h2o.hf.attention.attention_call import (
 )
 from h2o.hf.cache_state import slot_layout
 from h2o.policy import OperationScore, Policy
-from h2o.slots import KINDS, empty_row
+from h2o.slots import KINDS
 
 
 class EagerRunner:
     """Runs each pass eagerly, in slots that grow with the text. Each layer has its own object."""
 
     is_compileable = False
-    stores = True
-    """Whether new keys are stored"""
 
     def __init__(self) -> None:
         self._out: Tensor | None = None  # the last decode step's output, in the query's dtype
 
-    def initial_columns(self) -> Any:
-        """The column count of a new layer."""
-        return 0
-
     def step(self, layer: Any, tokens: NewTokens) -> Tensor:
         """Run a decode step."""
-        slots = layer.slots
-        if layer.capacity.tokens <= layer.longest:
-            slots = layer.make_room(layer.longest + 1)
+        slots, longest = layer.slots, layer.guard.state.longest
+        if layer.capacity.tokens <= longest:
+            slots = layer.make_room(longest + 1)
         last = self._out
         fits = last is not None and last.dtype == tokens.query.dtype  # autocast may change it
-        if layer.scorer.uses_attention:
-            new = torch.empty_like(last) if fits else None
-            out: Tensor = layer.variant.step(layer, tokens, slots, new)
-        else:
-            out = layer.attend_and_evict(tokens, slots)
+        new = torch.empty_like(last) if fits else None
+        out: Tensor = layer.variant.step(layer, tokens, slots, new)
         self._out = out
-        layer.longest += 1
-        layer.count(1, tokens.mask)
+        layer.stored(1, tokens.mask)
         return out
 
     def chunk(self, layer: Any, tokens: NewTokens) -> Tensor:
         """Run a later forward pass of several tokens, such as a prompt chunk or a chat turn."""
         Q = tokens.key.shape[2]
-        out: Tensor = layer.attend_and_evict(tokens, layer.make_room(layer.longest + Q))
-        layer.longest += Q
-        layer.count(Q, tokens.mask)
+        slots = layer.make_room(layer.guard.state.longest + Q)
+        out: Tensor = layer.attend_and_evict(tokens, slots)
+        layer.stored(Q, tokens.mask)
         return out
 
     def capacities(self, widest: list[int], tokens: int) -> list[int]:
@@ -80,18 +69,6 @@ class EagerRunner:
         self._out = None
 
 
-class ScoringRunner(EagerRunner):
-    """Adds attention to the scores of stored keys, but stores no new keys."""
-
-    stores = False
-
-    def step(self, layer: Any, tokens: NewTokens) -> Tensor:
-        """Return the output of the new tokens, which attend to the slots and to each other."""
-        return layer.attention(tokens, layer.slots)[0]
-
-    chunk = step
-
-
 class CapturedRunner(EagerRunner):
     """For `compileable=True`: runs passes in captured graphs, or eagerly outside torch.compile."""
 
@@ -101,10 +78,6 @@ class CapturedRunner(EagerRunner):
         super().__init__()
         register()
 
-    def initial_columns(self) -> Any:
-        """A tensor, which each pass updates in place, as in transformers' StaticLayer."""
-        return slot_layout.writable(torch.tensor(0, dtype=torch.int64, device="cpu"))
-
     def step(self, layer: Any, tokens: NewTokens) -> Tensor:
         if not torch.compiler.is_compiling():
             return super().step(layer, tokens)
@@ -113,26 +86,22 @@ class CapturedRunner(EagerRunner):
     def chunk(self, layer: Any, tokens: NewTokens) -> Tensor:
         if not torch.compiler.is_compiling():
             return super().chunk(layer, tokens)
-        if layer.plan.needs_prompt_length and not layer.waits_for_pins:
+        if layer.plan.needs_prompt_length and not layer.guard.state.waits_for_pins:
             return super().chunk(layer, tokens)
         return self._captured(torch.ops.h2o.chunk, layer, tokens)
 
-    def _captured(self, operator: Any, layer: Any, tokens: NewTokens, **more: Any) -> Tensor:
-        if layer.waits_for_pins:
+    def _captured(self, operator: Any, layer: Any, tokens: NewTokens) -> Tensor:
+        if layer.guard.state.waits_for_pins:
             raise UnsupportedError(
                 "compiled steps cannot pin new tokens. Use pinned spans that end within the "
                 "prompt, or leave out compileable=True"
             )
         new = tokens.query, tokens.key, tokens.value
-        out: Tensor = operator(*new, *layer.slots, *layer.policy, **tokens.options, **more)
-        layer.columns.add_(tokens.query.shape[2])
+        out: Tensor = operator(*new, *layer.slots, *layer.policy, **tokens.options)
+        guard = layer.guard
+        if layer.layer_idx == max(guard.plans):
+            guard.counter.add_(tokens.query.shape[2])
         return out
-
-    def empty_in_place(self, layer: Any) -> None:
-        """Empty a layer like `layer.empty`, but keep its slots in memory for captured graphs."""
-        for row in range(len(layer.slots.seen_tokens)):
-            empty_row(layer.slots, row)
-        layer.seen = layer.longest = layer.prompt_columns = 0
 
     def capacities(self, widest: list[int], tokens: int) -> list[int]:
         """Number of slots for the whole budget."""
@@ -150,47 +119,30 @@ class CapturedRunner(EagerRunner):
         slots = layer.slots
         if slots is None:
             return
-        layer.columns = slot_layout.writable(layer.columns.to(slots.keys.device))
+        guard = layer.guard
+        if layer.layer_idx == min(guard.plans):
+            guard.counter = slot_layout.writable(guard.counter.to(slots.keys.device))
         if slots.keys.device.type == "cpu":
             return  # a compiler that freezes weights would mistake marked tensors for weights
         # A CUDA graph always uses the addresses from its capture.
-        for tensor in (layer.columns, *slots):
+        for tensor in (guard.counter, *slots):
             if tensor is not None:
                 mark_static_address(tensor)
-
-
-class PackedRunner(CapturedRunner):
-    """For passes over chunks of several texts that follow one another in a single row of tokens,
-    without padding. Text i is stored in row i of the slots.
-
-    Args:
-        bounds: [n + 1] int64 on the CPU, written before each pass. The chunk of text i has the
-            tokens `bounds[i]` to `bounds[i + 1]` - 1.
-    """
-
-    def __init__(self, bounds: Tensor) -> None:
-        super().__init__()
-        self.bounds = bounds
-
-    def chunk(self, layer: Any, tokens: NewTokens) -> Tensor:
-        return self._captured(torch.ops.h2o.packed_chunks, layer, tokens, bounds=self.bounds)
 
 
 @functools.cache
 def register() -> torch.library.Library:
     """Register the custom operators for the lifetime of the process."""
     library = torch.library.Library("h2o", "FRAGMENT")
-    packed = "packed_chunks", _packed_chunks, ", Tensor bounds"
-    for name, run, more in (("step", _step, ""), ("chunk", _chunk, ""), packed):
-        library.define(_schema(name, more))
+    for name, run in (("step", _step), ("chunk", _chunk)):
+        library.define(_schema(name))
         library.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"h2o::{name}", _fake, lib=library)
     return library
 
 
-def _schema(operator: str, more: str) -> str:
-    """Schema of an operator: the arguments of `h2o.ops.step`, with slots and policy field by field,
-    and `more` arguments.
+def _schema(operator: str) -> str:
+    """Schema of an operator: the arguments of `h2o.ops.step`, with slots and policy field by field.
 
     Fields that are written to are marked with an exclamation mark."""
     slots = []
@@ -200,7 +152,7 @@ def _schema(operator: str, more: str) -> str:
     policy = [f"{_TYPES[hint]} {name}" for name, hint in get_type_hints(Policy).items()]
     return (
         f"{operator}(Tensor query, Tensor key, Tensor value, {', '.join(slots + policy)}, *, "
-        f"Tensor? mask, float? scale, float softcap, Tensor? sink_logits=None{more}) -> Tensor"
+        "Tensor? mask, float? scale, float softcap, Tensor? sink_logits=None) -> Tensor"
     )
 
 
@@ -215,28 +167,9 @@ def _step(query: Tensor, key: Tensor, value: Tensor, *records: Any, **more: Any)
 
 def _chunk(query: Tensor, key: Tensor, value: Tensor, *records: Any, **more: Any) -> Tensor:
     slots, policy = _records(records)
-    return _attend_and_evict(NewTokens(query, key, value, **more), slots, policy)
-
-
-def _packed_chunks(
-    query: Tensor, key: Tensor, value: Tensor, *records: Any, bounds: Tensor, **more: Any
-) -> Tensor:
-    slots, policy = _records(records)
-    tokens, parts = NewTokens(query, key, value, **more), []
-    for row, (begin, end) in enumerate(itertools.pairwise(bounds.tolist())):
-        if begin < end:
-            number = torch.full((1,), row, dtype=torch.int32, device=query.device)
-            own = slots._replace(rows=number)
-            parts.append(_attend_and_evict(tokens.columns(begin, end), own, policy))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-
-def _attend_and_evict(tokens: NewTokens, slots: ops.Slots, policy: Policy) -> Tensor:
-    lengths = slots.seen_tokens if slots.rows is None else slots.seen_tokens[slots.rows]
-    is_prompt = lengths.is_cpu and not lengths.any()  # skip empty slots; no check in CUDA graphs
-    held = None if is_prompt else slots
-    read = tokens if held is None else round_like_slots(tokens, held)
-    return evict_after(lambda: attention(read, held, policy), tokens, slots, policy)
+    tokens = NewTokens(query, key, value, **more)
+    read = round_like_slots(tokens, slots)
+    return evict_after(lambda: attention(read, slots, policy), tokens, slots, policy)
 
 
 def _records(fields: tuple[Any, ...]) -> tuple[ops.Slots, Policy]:

@@ -22,7 +22,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from h2o import ops
-from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import (
     AttentionCall,
     NewTokens,
@@ -32,6 +31,7 @@ from h2o.hf.attention.attention_call import (
 from h2o.hf.layers.plain_variant import PlainVariant
 from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.model_traits.tagged_tensor import TaggedTensor, plain
+from h2o.hf.modes import Mode, check_modes
 from h2o.slots import KINDS
 
 _ROWS = ("keys", "values")
@@ -74,16 +74,13 @@ class SharedVariant(PlainVariant):
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
     ) -> NewTokens:
         if tensor_parallel.part(call.module) != tensor_parallel.WHOLE:
-            raise UnsupportedError(
-                "h2o does not support layers that attend to the keys of others in a model that is "
-                "split over processes"
-            )
+            check_modes({Mode.TENSOR_PARALLEL, Mode.SHARED_KEYS})
         return super().tokens(layer, query, plain(key), value, call)
 
     def attention(
         self, layer: Any, tokens: NewTokens, slots: ops.Slots | None
     ) -> tuple[Tensor, Tensor]:
-        overwrites = layer.runner.stores and not layer.unscored
+        overwrites = not (layer.guard.only_scores or layer.guard.state.unscored)
         before = None if slots is None else _copy(slots, rows=overwrites)
         self.attended = _Attended(tokens, before, in_step=False)
         return super().attention(layer, tokens, slots)

@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from h2o.compat import (
-    HYBRIDS,
     LAYER_TYPES,
     Absent,
     EmptyLayer,
@@ -24,23 +23,6 @@ from h2o.compat import (
     StatesAndWindowLayer,
     StatesLayer,
 )
-
-
-class CrossAttentionLayer(DynamicLayer):
-    """Caches the keys of images for a layer that attends to them, as transformers does.
-
-    The keys arrive in a forward pass that brings an image, and stay. A text without images has
-    none.
-    """
-
-    kind = "cross"
-
-
-def cross_attention_layers(config: Any) -> tuple[int, ...]:
-    """Indices of the layers of a model with this text config that attend to keys of images
-    (Mllama)."""
-    return tuple(getattr(config, "cross_attention_layers", None) or ())
-
 
 CROSS_ATTENTION = (
     "For cross attention in a decoder pass EncoderDecoderCache(H2OCache(...), DynamicCache()) of "
@@ -59,8 +41,7 @@ _KINDS = {
 }
 """The kind in an `H2OCache` of each class of transformers' cache layers: "h2o" (replaced by an
 `H2OLayer`), "sliding" (transformers' own, with a window), "states" (transformers' own, without
-keys) or "none" (stores nothing, as for a layer that has only experts). A `CrossAttentionLayer` is
-"cross"."""
+keys) or "none" (stores nothing, as for a layer that has only experts)."""
 
 _WITHOUT = ("moe", "mlp")
 """Names that configs give to layers that cache nothing."""
@@ -84,9 +65,7 @@ def kind_of(layer: Any) -> str | None:
 
 def layers_of(text: Any) -> list[Any]:
     """The layers of transformers' own cache for a language model with this text config."""
-    layers = DynamicCache(config=text).layers
-    for index in cross_attention_layers(text):
-        layers[index] = CrossAttentionLayer()
+    layers: list[Any] = DynamicCache(config=text).layers
     return layers
 
 
@@ -146,12 +125,10 @@ def counts_padding(layers: Iterable[Any]) -> bool:
 
 def type_refusal(layer_type: str) -> str | None:
     """Why h2o does not support a layer with this name in a config's `layer_types`, or None."""
-    if layer_type in _WITHOUT and HYBRIDS:
+    if layer_type in _WITHOUT:
         return None
     if layer_type in _REASONS:
         return _REASONS[layer_type]
     if _KINDS.get(LAYER_TYPES.get(layer_type)) is not None:
         return None
-    if not HYBRIDS:
-        return "neither full nor sliding-window attention, and needs transformers 5.21 or newer"
     return "neither full nor sliding-window attention, and has no states that transformers caches"

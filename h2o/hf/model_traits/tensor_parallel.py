@@ -13,8 +13,6 @@ from typing import Any
 
 from torch import Tensor, distributed, nn
 
-from h2o import compat_wrappers
-
 WHOLE = (0, 1)
 """The `part` of a model that a single process holds whole."""
 
@@ -79,10 +77,7 @@ def reduce_over_heads(scores: Tensor, mesh: Any, largest: bool) -> None:
 
 
 def _meshes(module: nn.Module) -> Iterator[Any]:
-    """Yield the DeviceMesh of each sharded parameter, and those that transformers recorded."""
+    """Yield the DeviceMesh of each sharded parameter."""
     for parameter in module.parameters():
         if hasattr(parameter, "placements"):
             yield parameter.device_mesh  # type: ignore[attr-defined]
-    for child in module.modules():
-        if (mesh := compat_wrappers.device_mesh(child)) is not None:
-            yield mesh

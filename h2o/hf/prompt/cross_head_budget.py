@@ -31,7 +31,7 @@ from torch import Tensor
 
 from h2o.config.layer_plan import LayerPlan
 from h2o.hf.cache_state.slot_layout import Budgets
-from h2o.hf.prompt.prompt_budget import PromptBudget, prompt_budget
+from h2o.hf.prompt.prompt_budget import PromptBudget
 from h2o.policy import Policy
 from h2o.spans import PINNED
 
@@ -65,8 +65,8 @@ every layer again. Applying it copies the keys that stay."""
 
 
 class CrossHeadBudget:
-    """The budget that the layers of a cache share. Collects the prompt of each layer, and divides
-    the budget after the last one."""
+    """The budget that the layers of a cache share for one prompt. Collects the prompt of each
+    layer, and divides the budget after the last one."""
 
     def __init__(self, plans: dict[int, LayerPlan], *, alike: bool) -> None:
         """
@@ -77,10 +77,6 @@ class CrossHeadBudget:
         """
         self.plans, self.alike = plans, alike
         self.first, self.last = min(plans, default=-1), max(plans, default=-1)
-        self.forget()
-
-    def forget(self) -> None:
-        """Discard the state of an interrupted pass."""
         self.waiting: dict[int, _Waiting] = {}
         self.pool: list[int] = []  # number of pooled slots of each row, over all layers
         self.best: list[Tensor] = []  # highest echo in each row, at most one value a pooled slot
@@ -105,14 +101,12 @@ class CrossHeadBudget:
             After the last layer, the `layer`, prompt and budgets of each layer. Otherwise nothing.
         """
         new = _Waiting(layer, self.plans[index], prompt)
-        if index == self.first:
-            self.forget()
-            if self.alike:
-                self._count_pool(layer, prompt)
+        if index == self.first and self.alike:
+            self._count_pool(layer, prompt)
         self.waiting[index] = new
         if index == self.last:
             waiting, pool = list(self.waiting.values()), self.pool
-            self.forget()
+            self.waiting, self.best = {}, []
             total = [sum(row) for row in zip(*(x.pool for x in waiting), strict=True)]
             return _share(waiting, list(map(min, total, pool)) if self.alike else total)
         policy = new.policy
@@ -124,12 +118,11 @@ class CrossHeadBudget:
     def _count_pool(self, layer: Any, prompt: Prompt) -> None:
         """Compute the size of the pool, over all layers, from the first layer's prompt."""
         B, G, _ = prompt.scores.shape
+        rows = layer.guard.current.prompt
         self.pool = [0] * B
         self.best = [prompt.scores.new_empty(0)] * B
         for plan in self.plans.values():
-            budget = prompt_budget(
-                plan, layer.guard, prompt.counts, G, layer.part, layer.token_size
-            )
+            budget = rows.budget(plan, G, layer.facts.part, layer.token_size)
             by_row = each_head(budget.by_row, G)
             _, left = reserve_for_heads(by_row, plan.sinks, plan.floor, prompt.budget.pinned)
             self.pool = [x + y for x, y in zip(self.pool, left, strict=True)]

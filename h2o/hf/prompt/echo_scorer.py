@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from h2o.config import H2OConfig
-from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import NewTokens
 from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.model_traits.layer_kinds import full_layers
-from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt, positions_in
+from h2o.hf.modes import Mode, check_modes
+from h2o.hf.prompt.cross_head_budget import Prompt, positions_in
 from h2o.hf.prompt.echo import largest
 from h2o.hf.prompt.scorers import AttentionScorer
 from h2o.hf.rotary.model_rotary import ModelRotary, find_rotary
@@ -158,10 +158,8 @@ class PromptEcho:
 class EchoScorer(AttentionScorer):
     """Redistributes most of a prompt's attention in proportion to echo."""
 
-    def __init__(self, echo: PromptEcho, cross_head: CrossHeadBudget | None) -> None:
-        """`cross_head`: the budget that the layers of a cache share; None: each layer has its
-        own."""
-        self.echo, self.cross_head = echo, cross_head
+    def __init__(self, echo: PromptEcho) -> None:
+        self.echo = echo
 
     def after_prompt(self, tokens: NewTokens, scores: Tensor) -> tuple[Tensor, Tensor | None]:
         """See `AttentionScorer.after_prompt`."""
@@ -175,18 +173,11 @@ class EchoScorer(AttentionScorer):
             UnsupportedError: layers share one budget, and this process has only some of the model's
                 heads.
         """
-        if self.cross_head is None or prompt.echo is None:
+        pool = layer.guard.current.pool
+        if pool is None or prompt.echo is None:
             super().store(layer, prompt)
             return
-        if layer.part != tensor_parallel.WHOLE:
-            raise UnsupportedError(
-                'head_shares="echo" does not support a model that is cut over several processes: '
-                'use H2OConfig.robust(budget, budget_unit="bytes")'
-            )
-        for each, own, by_row in self.cross_head.take(layer.layer_idx, prompt, layer):
+        if layer.facts.part != tensor_parallel.WHOLE:
+            check_modes({Mode.TENSOR_PARALLEL, Mode.SHARED_BUDGET})
+        for each, own, by_row in pool.take(layer.layer_idx, prompt, layer):
             each.store(own, by_row)
-
-    def reset(self) -> None:
-        """See `AttentionScorer.reset`."""
-        if self.cross_head is not None:
-            self.cross_head.forget()

@@ -7,7 +7,7 @@ are read, which makes the host wait for a GPU, are masks and token counts.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -15,7 +15,9 @@ from h2o.compat_calls import chunks_of_prompt
 from h2o.config.head_budgets import expand_to_heads, make_room
 from h2o.config.layer_plan import LayerPlan
 from h2o.hf.cache_state.pass_guard import PassGuard
+from h2o.hf.cache_state.pins import NOTHING_PINNED, PinnedRows
 from h2o.hf.cache_state.slot_layout import Budgets
+from h2o.hf.cache_state.state import CacheState, broadcast, merge
 
 RowSize = tuple[int, int, int]
 """Head dimension, bytes per element in the model's dtype, and vectors per token (a key and a value,
@@ -35,6 +37,51 @@ class PromptBudget(NamedTuple):
     """Whether `min_tokens` gave some head of some row more keys than its fraction"""
 
 
+class PromptRows:
+    """The prompts of a batch, and the budgets that they have in each layer.
+
+    Args:
+        counts: tokens of each row in the first forward pass, with those of a DynamicCache.
+        lengths: tokens of each row in the whole prompt.
+        pinned: pinned positions of each row.
+    """
+
+    def __init__(self, counts: list[int], lengths: list[int], pinned: PinnedRows) -> None:
+        self.counts, self.lengths, self.pinned = counts, lengths, pinned
+        self._budgets: dict[Any, PromptBudget] = {}
+
+    def budget(
+        self, plan: LayerPlan, heads: int, part: tuple[int, int], row_size: RowSize
+    ) -> PromptBudget:
+        """Compute the budgets of a layer. Each head has room for sinks, pinned and recent keys.
+
+        Layers with the same amounts and heads have the same budgets, which are computed once.
+
+        Args:
+            plan: the plan of the layer.
+            heads: number of the layer's key/value heads in this process.
+            part: which part of the model's heads these are (`h2o.hf.model_traits.tensor_parallel`).
+            row_size: as for `LayerPlan.for_keys`.
+
+        Raises:
+            ValueError: the number of rows or heads does not match. The pinned keys do not fit.
+        """
+        of_layer = None if plan.shares is None else plan.layer
+        key = plan.heavy, plan.recent, of_layer, heads, part, row_size
+        if (known := self._budgets.get(key)) is None:
+            known = self._budgets[key] = self._compute(plan.for_keys(*row_size), heads, part)
+        return known
+
+    def _compute(self, plan: LayerPlan, heads: int, part: tuple[int, int]) -> PromptBudget:
+        lengths, pinned = self.lengths, self.pinned.counts(len(self.lengths), plan.sinks)
+        by_row = expand_to_heads(budgets_by_row(plan, lengths, pinned), heads, part)
+        if not plan.needs_prompt_length:
+            return PromptBudget(by_row, pinned)
+        given = sorted({n for n in lengths if n})
+        raised, floored = any(map(plan.is_rounded_up, given)), any(map(plan.is_floored, given))
+        return PromptBudget(by_row, pinned, raised, floored)
+
+
 def begin_prompt(
     guard: PassGuard,
     plan: LayerPlan,
@@ -43,15 +90,15 @@ def begin_prompt(
     before: Tensor | None,
     row_size: RowSize,
 ) -> None:
-    """Record a prompt in the guard of its cache: the tokens of each row, and the pinned positions.
-
-    Called once for all layers, before any of them stores a key.
+    """Find out the prompt of the forward pass under way, in its first layer, before any layer
+    stores a key. The state after the pass gets its lengths and pins.
 
     Args:
+        guard: the guard of the cache.
         plan: plan of the calling layer, used if the guard has no plans.
         mask, shape: mask of the first forward pass, [B, Q] bool or None, and (B, Q).
         before: tokens of each row that came from a DynamicCache, [B]; None: no such tokens.
-        row_size: as for `prompt_budget`.
+        row_size: as for `PromptRows.budget`.
 
     Raises:
         ValueError: the prompt comes in chunks, its length is neither given nor known to generate(),
@@ -59,6 +106,8 @@ def begin_prompt(
             converted from a DynamicCache has only padding in this pass, so nothing would score its
             keys before eviction.
     """
+    the_pass = guard.current
+    assert the_pass is not None
     B, Q = shape
     if before is not None and mask is not None:
         empty = ((before > 0) & ~mask.bool().any(1).to(before.device)).tolist()
@@ -68,82 +117,76 @@ def begin_prompt(
                 "from_dynamic_cache, so no attention says which of its keys to keep: give each row "
                 "at least one token in this pass, or a cache of its own"
             )
-    plans = guard.plans.values() or [plan]
-    by_length = [x for x in plans if x.needs_prompt_length]
-    is_unknown = guard.prompt_length is None
-    if is_unknown and (by_length or guard.pins.needs_prompt_length):
-        guard.chunked_lengths = _chunked_lengths(guard, B, Q)
-    guard.repeat_to(B)
+    by_length = [x for x in guard.plans.values() or [plan] if x.needs_prompt_length]
+    given = the_pass.before.prompts
     counts = [Q] * B
     # Counting the mask's tokens waits for a GPU, so do it there only if budgets or pins need the
     # counts. Q is an upper bound, which is enough to size the slots.
-    if mask is not None and (mask.is_cpu or (by_length and is_unknown) or guard.pins):
+    if mask is not None and (mask.is_cpu or (by_length and given is None) or guard.pins):
         counts = mask.sum(1).tolist()
-    if before is not None:
-        counts = _add(counts, before.tolist())
-        if guard.chunked_lengths is not None:
-            guard.chunked_lengths = _add(guard.chunked_lengths, before.tolist())
-    guard.prompt_counts = counts
-    begin_pins(guard, counts, mask, Q, row_size)
+    earlier = [0] * B if before is None else before.tolist()
+    counts, chunked = _add(counts, earlier), the_pass.chunked_lengths
+    if given is None and chunked is None and (by_length or guard.pins.needs_prompt_length):
+        chunked = _chunked_lengths(guard, B, Q)
+        chunked = None if chunked is None else _add(chunked, earlier)
+    lengths = prompt_lengths(given, chunked or counts)
+    pinned = resolve_pins(guard, lengths, mask, Q, row_size)
+    the_pass.begin_prompt(
+        PromptRows(counts, lengths, pinned),
+        state_after_prompt(the_pass.after, counts, lengths, pinned, chunked),
+    )
 
 
-def begin_pins(
-    guard: PassGuard,
+def state_after_prompt(
+    state: CacheState,
     counts: list[int],
+    lengths: list[int],
+    pinned: PinnedRows,
+    chunked: list[int] | None = None,
+) -> CacheState:
+    """The state after a prompt, of which the lengths and pins were not known before.
+
+    Args:
+        state: the state after the columns of the prompt.
+        counts, lengths, pinned: as for `PromptRows`.
+        chunked: `lengths`, if the prompt is the first chunk of a longer one.
+    """
+    rows = broadcast(state.rows, lengths, pinned.rows or [None])
+    last = state.last_pass
+    return state._replace(
+        longest=max(counts),
+        prompt_columns=state.columns,
+        unscored=False,
+        waits_for_pins=pinned.has_pending(counts),
+        rows=merge(row._replace(prompt=n, pinned=spans) for row, n, spans in rows),
+        last_pass=None if last is None else last._replace(chunked_lengths=chunked),
+    )
+
+
+def resolve_pins(
+    guard: PassGuard,
+    lengths: list[int],
     mask: Tensor | None,
     columns: int,
     row_size: RowSize | None = None,
-) -> None:
-    """Set the positions of a cache's pins before any key of the prompt is stored.
+) -> PinnedRows:
+    """The positions of a cache's pins, before any key of the prompt is stored.
 
     Args:
-        counts, row_size: as for `prompt_budget`. With `row_size=None` the size of a row is the one
-            in the model's config.
-        mask, columns: as for `h2o.hf.cache_state.pins.Pins.begin`.
+        lengths: tokens of each row in the whole prompt.
+        row_size: as for `PromptRows.budget`. None: the size of a row in the model's config.
+        mask, columns: as for `h2o.hf.cache_state.pins.Pins.resolve`.
 
     Raises:
         ValueError: some layer's budget has no room for the pins.
     """
     if not guard.pins:
-        return
-    lengths = _lengths(guard, counts)
-    guard.pins.begin(lengths, mask, columns)
+        return NOTHING_PINNED
+    pinned = guard.pins.resolve(lengths, mask, columns)
     for plan in guard.plans.values():
         plan = plan if row_size is None else plan.for_keys(*row_size)
-        budgets_by_row(plan, lengths, guard.pins.counts(len(lengths), plan.sinks))
-
-
-def prompt_budget(
-    plan: LayerPlan,
-    guard: PassGuard,
-    counts: list[int],
-    heads: int,
-    part: tuple[int, int],
-    row_size: RowSize,
-) -> PromptBudget:
-    """Compute the budgets of a layer. Each head has room for sinks, pinned and recent keys.
-
-    Args:
-        plan: the plan of the layer.
-        guard: has the pins, and the length of the whole prompt if the user gave it.
-        counts: tokens of each row in this forward pass. They count as the whole prompt if the guard
-            has no length.
-        heads: number of the layer's key/value heads in this process.
-        part: which part of the model's heads these are (`h2o.hf.model_traits.tensor_parallel`).
-        row_size: as for `LayerPlan.for_keys`.
-
-    Raises:
-        ValueError: the number of rows or heads does not match. The pinned keys do not fit.
-    """
-    lengths = _lengths(guard, counts)
-    pinned = guard.pins.counts(len(lengths), plan.sinks)
-    plan = plan.for_keys(*row_size)
-    by_row = expand_to_heads(budgets_by_row(plan, lengths, pinned), heads, part)
-    if not plan.needs_prompt_length:
-        return PromptBudget(by_row, pinned)
-    lengths = list(filter(None, lengths))
-    raised, floored = any(map(plan.is_rounded_up, lengths)), any(map(plan.is_floored, lengths))
-    return PromptBudget(by_row, pinned, raised, floored)
+        budgets_by_row(plan, lengths, pinned.counts(len(lengths), plan.sinks))
+    return pinned
 
 
 def budgets_by_row(plan: LayerPlan, lengths: list[int], pinned: list[int]) -> Budgets:
@@ -159,20 +202,22 @@ def budgets_by_row(plan: LayerPlan, lengths: list[int], pinned: list[int]) -> Bu
     return rows
 
 
-def _lengths(guard: PassGuard, counts: list[int]) -> list[int]:
-    """Number of tokens in each row's prompt."""
-    prompt_length = guard.prompt_length
-    if prompt_length is None:
-        prompt_length = guard.chunked_lengths
-    if isinstance(prompt_length, int):
-        return [prompt_length] * len(counts)
-    if prompt_length is not None:
-        if len(prompt_length) != len(counts):
-            raise ValueError(
-                f"prompt_length has {len(prompt_length)} entries for a batch of {len(counts)} rows"
-            )
-        return list(prompt_length)
-    return counts
+def prompt_lengths(given: list[int] | None, found: list[int]) -> list[int]:
+    """Number of tokens in each row's prompt.
+
+    Args:
+        given: as the user gave it, for each row or a single one for all. `generate()` repeats each
+            prompt for beams and `num_return_sequences`.
+        found: as the first pass shows it.
+    """
+    B = len(found)
+    if given is None:
+        return found
+    if len(given) < B and B % len(given) == 0:
+        return [n for n in given for _ in range(B // len(given))]
+    if len(given) != B:
+        raise ValueError(f"prompt_length has {len(given)} entries for a batch of {B} rows")
+    return given
 
 
 def _chunked_lengths(guard: PassGuard, B: int, Q: int) -> list[int] | None:

@@ -21,7 +21,6 @@ from torch import Tensor
 from h2o import compat
 from h2o.errors import UnsupportedError
 from h2o.hf.model_traits.layer_kinds import full_layers
-from h2o.hf.model_traits.shared_keys import shared_key_layers
 from h2o.hf.rotary.length_dependent_rope import BY_LENGTH
 from h2o.hf.rotary.rotary_parts import Parts, attended, parts_of
 
@@ -56,11 +55,9 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat([*parts, x[..., 2 * F :]], dim=-1)
 
 
-def rotary_refusal(config: Any, *, windows: bool = False) -> str | None:
-    """Why h2o does not support cache-relative positions for a model with this config, or None.
-
-    `windows`: whether some of its layers have a sliding window.
-    """
+def rotary_refusal(config: Any) -> str | None:
+    """Why h2o does not support cache-relative positions for a model with this config, as far as its
+    rotary embedding decides, or None."""
     text = config.get_text_config(decoder=True)
     is_without = (  # in Granite 4 and Zamba 2
         getattr(text, "position_embedding_type", "rope") != "rope"
@@ -68,10 +65,6 @@ def rotary_refusal(config: Any, *, windows: bool = False) -> str | None:
     )
     if is_without or not getattr(text, "rope_parameters", None):
         return _NONE
-    if shared_key_layers(config):
-        return "some layers attend to the keys of others"
-    if windows:
-        return "its sliding-window layers keep their keys at original positions"
     if (
         text.model_type not in CACHE_RELATIVE_TYPES
         or config.model_type not in CACHE_RELATIVE_TYPES | _PLAIN_POSITIONS

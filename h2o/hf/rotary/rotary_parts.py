@@ -59,7 +59,7 @@ def parts_of(text: Any) -> Parts:
             for x in made
             if "ALL_ATTENTION_FUNCTIONS" in _names(x.forward)
             and accepts(x.forward, "position_embeddings")
-            and accepts(compat.constructor_of(x), "layer_idx")
+            and accepts(x.__init__, "layer_idx")
         ],
     )
     space = vars(sys.modules[attention.__module__])
@@ -103,7 +103,7 @@ def _created_classes(model: Any) -> list[Any]:
     found: list[Any] = [model]
     for maker in found:  # the list grows in the loop
         space = vars(sys.modules[maker.__module__])
-        for name in _names(compat.constructor_of(maker)):
+        for name in _names(maker.__init__):
             if inspect.isclass(x := space.get(name)) and issubclass(x, nn.Module):
                 if x not in found:
                     found.append(x)

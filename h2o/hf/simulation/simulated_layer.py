@@ -2,16 +2,14 @@
 
 With `score_by="mean-echo"` a prompt's scores are not its sums of attention, and pinned keys have a
 special score. Prompts are then processed at once and later tokens one by one, with the operations
-that a layer uses. With `score_by="random"` all ranks are known in advance. In some models
-(h2o.hf.model_traits.shared_keys) later layers attend with their own queries to the keys that
-another layer stores (`VisibleKeys`).
+that a layer uses. In some models (h2o.hf.model_traits.shared_keys) later layers attend with their
+own queries to the keys that another layer stores (`VisibleKeys`).
 
 Shape letters as in `h2o.hf`, and P queries (of the last P columns).
 """
 
 from __future__ import annotations
 
-import heapq
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +21,6 @@ from torch import Tensor, nn
 from h2o import ops
 from h2o.attention_blocks import retained_mass
 from h2o.config.layer_plan import LayerPlan
-from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention import ROWS, softmax_attention
 from h2o.hf.attention.attention_call import (
     AttentionCall,
@@ -32,13 +29,12 @@ from h2o.hf.attention.attention_call import (
     round_like_slots,
 )
 from h2o.hf.cache_state import slot_layout
-from h2o.hf.cache_state.pins import Pins
+from h2o.hf.cache_state.pins import PinnedRows
 from h2o.hf.cache_state.slot_layout import Budgets
 from h2o.hf.cache_state.trace import by_column, find_evicted
 from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt, positions_in
 from h2o.hf.prompt.echo_scorer import PromptEcho
 from h2o.hf.prompt.prompt_budget import PromptBudget
-from h2o.hf.prompt.scorers import draw_ranks, head_numbers
 from h2o.kv_dtype import stored_bytes
 from h2o.policy import Policy
 from h2o.quantization import round_to_bytes
@@ -49,7 +45,7 @@ def simulate_tokenwise(
     prompts: Sequence[int],
     by_row: Budgets,
     plan: LayerPlan,
-    pins: Pins,
+    pins: PinnedRows,
     echo: PromptEcho | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Simulate a layer token by token, with pins or with prompts that are scored by echo.
@@ -114,7 +110,11 @@ def simulate_tokenwise(
 
 
 def score_prompts(
-    text: NewTokens, prompts: Sequence[int], policy: Policy, pins: Pins, echo: PromptEcho | None
+    text: NewTokens,
+    prompts: Sequence[int],
+    policy: Policy,
+    pins: PinnedRows,
+    echo: PromptEcho | None,
 ) -> tuple[NewTokens, Tensor, Tensor, Tensor | None]:
     """Process the prompts of a text and score their keys. For the arguments see
     `simulate_tokenwise`.
@@ -140,49 +140,6 @@ def _find_real(text: NewTokens) -> Tensor:
         return text.mask.bool()
     B, _, N, _ = text.key.shape
     return torch.ones(B, N, dtype=torch.bool, device=text.key.device)
-
-
-def simulate_random(
-    text: NewTokens,
-    prompts: Sequence[int],
-    by_row: Budgets,
-    plan: LayerPlan,
-    pins: Pins,
-    part: tuple[int, int],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Simulate a layer with a `RandomScorer`; `part`: the heads of this process.
-
-    Other arguments and the result are those of `simulate_tokenwise`, with ranks as scores.
-    """
-    if text.value is None:
-        raise UnsupportedError('score_by="random" does not support multi-head latent attention')
-    B, G, N, _ = text.key.shape
-    positions, _count = positions_in(text.mask, text.key[..., 0])
-    ranks = draw_ranks(positions, head_numbers(G, part, text.key.device)[:, None], plan.layer)
-    ranks = pins.score(ranks, positions)
-    evicted_at = torch.zeros(B, G, N, dtype=torch.int32, device=text.key.device)
-    for b, prompt in enumerate(prompts):
-        columns = (positions[b, 0] >= 0).nonzero()[:, 0]
-        first = max(1, min(prompt, len(columns)))
-        # Maps the number of tokens seen at a key's eviction to the first column without the key.
-        after = columns.new_tensor([N, *(columns + 1).tolist()])
-        for g, ranked in enumerate(ranks[b][:, columns].tolist()):
-            heavy, recent = by_row[b][g % len(by_row[b])]
-            seen = columns.new_tensor(_evictions(ranked, plan.sinks, heavy, recent, first))
-            evicted_at[b, g, columns] = after[seen].int()
-    visible = VisibleKeys(evicted_at, prompts, plan.config.kv_dtype)
-    return visible.attend(text), evicted_at, ranks.masked_fill(positions < 0, 0.0)
-
-
-def _evictions(ranks: list[float], sinks: int, heavy: int, recent: int, prompt: int) -> list[int]:
-    """Number of tokens that a row has seen when it evicts the key at each position; 0 if never."""
-    seen = [0] * len(ranks)
-    held: list[tuple[float, int]] = []  # heap of heavy hitters; among equal ranks the newest leaves
-    for position in range(sinks, len(ranks) - recent):
-        heapq.heappush(held, (ranks[position], -position))
-        if len(held) > heavy:
-            seen[-heapq.heappop(held)[1]] = max(prompt, position + recent + 1)
-    return seen
 
 
 class SimulatedBudgets:
@@ -229,7 +186,7 @@ class SimulatedBudgets:
             self._is_open = False
 
     def take(
-        self, layer: int, text: NewTokens, prompts: list[int], by_row: Budgets, pins: Pins
+        self, layer: int, text: NewTokens, prompts: list[int], by_row: Budgets, pins: PinnedRows
     ) -> None:
         """Collect the echo of the prompts' keys in a layer, whose heads have the budgets `by_row`
         so far."""

@@ -10,7 +10,6 @@ Shape letters as in `h2o.hf`.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
@@ -30,25 +29,26 @@ from h2o.config.layer_plan import LayerPlan
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import AttentionCall, NewTokens
 from h2o.hf.attention.attention_hook import replace_attention
-from h2o.hf.cache_state.pins import Pins
+from h2o.hf.cache_state.pins import PinnedRows, Pins
 from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.model_traits.latent_attention import to_absorbed_form, trace_latents
 from h2o.hf.model_traits.layer_kinds import kind_of, warn_of_windows
 from h2o.hf.model_traits.shared_keys import shared_key_layers
 from h2o.hf.model_traits.wrappers import input_device, unwrap
+from h2o.hf.modes import Mode, check_modes, config_modes
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.prompt.echo_scorer import PromptEcho, adapt_config
 from h2o.hf.rotary.model_rotary import ModelRotary
 from h2o.hf.simulation.masks import Masks, attend_rows, check_masks
+from h2o.hf.simulation.random_eviction import simulate_random
 from h2o.hf.simulation.simulated_layer import (
     SimulatedBudgets,
     VisibleKeys,
     real_columns,
     retained_by_token,
-    simulate_random,
     simulate_tokenwise,
 )
-from h2o.hf.support import transformers_layers
+from h2o.hf.support import model_modes, transformers_layers
 from h2o.number_checks import check_flag
 from h2o.policy import Policy
 from h2o.utils.user_warning import warn_user
@@ -118,6 +118,7 @@ def simulated(
     pins = Pins.of(pinned, config.decay)
     prompt_length = check(config, masks, prompt_length, ratio_of, pins)
     layers = transformers_layers(model.config)
+    check_modes({Mode.SIMULATED, *config_modes(config), *model_modes(model)})
     plans = {
         i: LayerPlan.of(config, i, len(layers))
         for i, layer in enumerate(layers)
@@ -256,8 +257,8 @@ class Simulation:
         if self._masks is not None:
             out, evicted_at = self._through_masks(self._masks, text, prompts, bases, plan)
         else:
-            pins = dataclasses.replace(self._pins)  # a copy: several threads may run
-            pins.begin([min(*each) for each in zip(prompts, lengths, strict=True)], mask, N)
+            in_text = [min(*each) for each in zip(prompts, lengths, strict=True)]
+            pins = self._pins.resolve(in_text, mask, N)
             if self.explains_floor and (explained := plan.explain_floor(min(bases))):
                 self.explains_floor = False
                 warn_user(explained)
@@ -291,7 +292,7 @@ class Simulation:
 
     def _through_cache(
         self, text: NewTokens, prompts: list[int], by_row: list[list[tuple[int, int]]],
-        plan: LayerPlan, part: tuple[int, int], pins: Pins,
+        plan: LayerPlan, part: tuple[int, int], pins: PinnedRows,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Simulate a layer, by `h2o.ops.simulate` unless its scores need more than attention."""
         config, known = plan.config, (text, prompts, by_row, plan, pins)
@@ -340,11 +341,7 @@ def check(
 ) -> int | list[int]:
     """Check the arguments of `simulated` that do not depend on the model, and return
     `prompt_length` as plain numbers."""
-    if config.positions != "original":
-        raise ValueError(
-            'positions="cache_relative" cannot be simulated: in one forward pass every key has one '
-            'position. Use positions="original", or a real cache (h2o.patched, --protocol drop)'
-        )
+    check_modes({Mode.SIMULATED, *config_modes(config)})
     if masks is not None:
         check_masks(masks)
     plain = (config.policy, config.head_shares, config.kv_dtype) == (Policy(), None, None)

@@ -1,0 +1,266 @@
+"""`CacheState`: all that a cache knows of a conversation, besides the keys in its layers.
+
+A state is immutable. A forward pass computes the state after it before any layer runs
+(`NewColumns.advance`), and the last layer puts it in place (`h2o.hf.cache_state.pass_guard`). Forks
+share the state. Files, selected rows and crops go over its fields, so that a new field is entered
+here and nowhere else.
+
+Shape letters as in `h2o.hf`, and Q columns of a pass, n columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from h2o import compat_calls
+from h2o.hf.cache_state.pins import NOTHING_PINNED, PinnedRows
+from h2o.hf.cache_state.seen_text import NO_TEXT, UNKNOWN_TEXT, SeenText
+from h2o.hf.model_traits.wrappers import input_device
+from h2o.hf.modes import COUNTS_PADDING, Mode
+from h2o.spans import Row
+
+
+class RowState(NamedTuple):
+    """Facts about one row of a text."""
+
+    offset: int | None = 0
+    """Difference between the next token's position and the row's number of tokens. 0 if positions
+    count tokens. The number of padding columns if they count columns. Usually negative after an
+    image, whose tokens share positions. None if unknown, because another cache saw the text."""
+    counts_columns: bool = True
+    """Whether the last token has the number of its column as position."""
+    ends_in_padding: bool = False
+    """Whether the last column was padding. Tracked for models whose sliding windows or states count
+    padding after a token as text."""
+    prompt: int | None = None
+    """Number of tokens in the row's whole prompt. None before the prompt, if the user did not say
+    how long it will be."""
+    pinned: Row | None = None
+    """Spans of pinned positions. None before the prompt, and if nothing is pinned."""
+
+
+class CacheState(NamedTuple):
+    """Facts about the conversation of a cache."""
+
+    columns: int = 0
+    """Number of columns seen, with padding. Keys that were evicted count too."""
+    longest: int = 0
+    """Upper bound of the number of tokens in any row"""
+    prompt_columns: int = 0
+    """Number of columns after the first pass; 0 before it"""
+    unscored: bool = False
+    """Whether all keys came from a DynamicCache and have no scores yet"""
+    waits_for_pins: bool = False
+    """Whether some pinned tokens have not arrived yet"""
+    rows: tuple[RowState, ...] = (RowState(),)
+    """The state of each row, or a single one for all rows"""
+    text: SeenText = NO_TEXT
+    last_pass: LastPass | None = None
+    """The last forward pass, if passes are recorded, so that `H2OCache.crop` can take back its
+    columns. Neither saved nor kept for other rows"""
+
+    def __deepcopy__(self, memo: Any) -> CacheState:
+        return self
+
+    def row(self, row: int) -> RowState:
+        """The state of one row."""
+        return self.rows[row if len(self.rows) > 1 else 0]
+
+    @property
+    def ends_in_padding(self) -> bool:
+        """Whether the last column was padding in some row."""
+        return any(row.ends_in_padding for row in self.rows)
+
+    @property
+    def prompts(self) -> list[int] | None:
+        """Number of tokens in the prompt of each row, or a single one for all; None if unknown."""
+        lengths = [row.prompt for row in self.rows]
+        return None if None in lengths else lengths  # type: ignore[return-value]
+
+    @property
+    def pinned(self) -> PinnedRows:
+        """The pinned positions of each row, once the prompt is known."""
+        rows = tuple(row.pinned for row in self.rows if row.pinned is not None)
+        return PinnedRows(rows) if rows else NOTHING_PINNED
+
+    def change_rows(self, change: Callable[[Tensor], Tensor]) -> CacheState:
+        """Select or repeat rows, even before the prompt. `change` does so with the first axis of a
+        tensor."""
+        rows, text = self.rows, self.text.change_rows(change)
+        if len(rows) > 1:
+            rows = tuple(change_list(change, rows))
+        return self._replace(rows=rows, text=text, last_pass=None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Convert for JSON."""
+        fields = self._asdict()
+        del fields["last_pass"]
+        return fields | {"rows": [row._asdict() for row in self.rows], "text": self.text.as_dict()}
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> CacheState:
+        """Restore from the output of `as_dict`."""
+        rows = tuple(RowState(**row) for row in fields["rows"])
+        return cls(**fields | {"rows": rows, "text": SeenText.from_dict(fields["text"])})
+
+
+class NewColumns(NamedTuple):
+    """The columns of a forward pass: which are tokens, and where."""
+
+    Q: int
+    mask: Tensor | None = None
+    """[B, Q], 0 at padding; None if there is no padding."""
+    positions: Tensor | None = None
+    """[dims, B or 1, Q]; multimodal models have several per token. None if the model numbers
+    columns or has no positions."""
+    ids: Tensor | None = None
+    """[B, Q] token ids; None if unknown."""
+    whole_mask: Tensor | None = None
+    """[B, n], 0 at padding, over all columns from the first to the last of these. Given if sliding
+    windows or states count padding."""
+
+    def cut(self, Q: int) -> NewColumns:
+        """The first Q of these columns, as copies."""
+        mask, positions, ids = (
+            None if x is None else x[..., :Q].clone() for x in (self.mask, self.positions, self.ids)
+        )
+        whole = self.whole_mask
+        whole = None if whole is None else whole[:, : whole.shape[1] - self.Q + Q]
+        return NewColumns(Q, mask, positions, ids, whole)
+
+    def advance(self, before: CacheState, tokens: Sequence[int] | None) -> CacheState:
+        """The state after these columns. `h2o.hf.prompt.prompt_budget` adds what the first layer of
+        a prompt finds out: its length and its pins.
+
+        Args:
+            before: the state before them.
+            tokens: number of tokens in each row before them, or a single one for all rows. None if
+                unknown.
+        """
+        if tokens is None:
+            rows = merge(row._replace(offset=None) for row in before.rows)
+        else:
+            rows = self._advance_rows(before, tokens)
+        rows = with_padding(rows, self.whole_mask) if self.whole_mask is not None else rows
+        return after(before, self.Q, rows, before.text.add(self.ids, self.mask))
+
+    def _advance_rows(self, before: CacheState, tokens: Sequence[int]) -> tuple[RowState, ...]:
+        seen = before.columns
+        new, last = [self.Q], [seen + self.Q - 1]  # number of tokens, column of the last one
+        if self.mask is not None:
+            is_token = self.mask != 0
+            order = torch.arange(seen, seen + self.Q, device=is_token.device)
+            new, last = is_token.sum(-1).tolist(), (order * is_token).amax(-1).tolist()
+        ends = last
+        if self.positions is not None:
+            positions = self.positions.amax(0)
+            if self.mask is not None:
+                positions = positions.masked_fill(~is_token.to(positions.device), -1)
+            ends = positions.amax(-1).tolist()
+        return merge(
+            row._replace(offset=end + 1 - before - n, counts_columns=end == column) if n else row
+            for row, before, n, column, end in broadcast(before.rows, tokens, new, last, ends)
+        )
+
+
+def after(
+    before: CacheState, Q: int, rows: tuple[RowState, ...], text: SeenText = UNKNOWN_TEXT
+) -> CacheState:
+    """The state after Q more columns, with these rows and this text."""
+    return CacheState(
+        before.columns + Q, before.longest + Q, before.prompt_columns, before.unscored,
+        before.waits_for_pins, rows, text,
+    )  # fmt: skip
+
+
+class LastPass(NamedTuple):
+    """The last forward pass of a cache that records passes."""
+
+    before: CacheState
+    tokens: list[int] | None
+    """Tokens of each row before the pass; None if unknown."""
+    columns: NewColumns
+    chunked_lengths: list[int] | None = None
+    """Length of each row's prompt, if the pass was its first chunk"""
+
+    def crop(self, left: int) -> CacheState:
+        """The state after the first columns of the pass, up to `left` in all."""
+        if left == self.before.columns:
+            return self.before
+        return self.columns.cut(left - self.before.columns).advance(self.before, self.tokens)
+
+
+def with_padding(rows: Sequence[RowState], mask: Tensor | None) -> tuple[RowState, ...]:
+    """The rows with `ends_in_padding` by a mask [B, n]; None if no row has padding.
+
+    Raises:
+        ValueError: a row has padding between tokens.
+    """
+    ends = [False] if mask is None else padded_at_end(mask)
+    return merge(row._replace(ends_in_padding=end) for row, end in broadcast(rows, ends))
+
+
+def padded_at_end(mask: Tensor) -> list[bool]:
+    """Whether each row of a mask [B, n] over all columns ends in padding.
+
+    Raises:
+        ValueError: a row has padding between tokens.
+    """
+    is_token = mask.bool()
+    ends = ~is_token & (is_token.cumsum(1) > 0)
+    behind = is_token & (ends.cumsum(1) > 0)
+    if bool(behind.any()):
+        row = int(behind.any(1).nonzero()[0])
+        raise ValueError(f"row {row} has {Mode.GAPS}, and {COUNTS_PADDING}")
+    return (~is_token[:, -1]).tolist()
+
+
+def broadcast(*lists: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """One tuple for each row. A list of a single entry applies to all rows, and one with fewer
+    entries than rows to that many copies of each, such as beams. Lists of other lengths, as in a
+    pass with another batch size, are cut to the shortest."""
+    B = max(map(len, lists))
+    each = [x if len(x) == B else [y for y in x for _ in range(B // len(x))] for x in lists]
+    return list(zip(*each, strict=False))
+
+
+def merge(rows: Iterable[RowState]) -> tuple[RowState, ...]:
+    """A single state instead of equal ones."""
+    rows = tuple(rows)
+    return rows[:1] if all(row == rows[0] for row in rows) else rows
+
+
+def change_list(change: Callable[[Tensor], Tensor], rows: Sequence[Any]) -> list[Any]:
+    """Select or repeat the entries of a list. `change` does so with the first axis of a tensor."""
+    numbers = change(torch.arange(len(rows), device="cpu"))
+    return [rows[row] for row in numbers.tolist()]
+
+
+def put_rope_deltas(state: CacheState) -> None:
+    """Put the value of a cache into the model whose call is under way; None if the cache is empty.
+
+    Qwen2-VL, Qwen2.5-VL, Qwen3-VL, GLM-4V and similar models keep `rope_deltas`, the difference
+    between the next position and the number of tokens. They hold only the value of the text that
+    they processed last, also if that was in another thread. A model that asks the cache for another
+    reason, or that keeps no such value, is not changed. Nor is it changed by a cache converted from
+    a DynamicCache, whose value only the model knows."""
+    if torch.compiler.is_compiling():
+        return
+    module, rows = compat_calls.find_rope_deltas_module()
+    if module is None:
+        return
+    if state.columns == 0:
+        module.rope_deltas = None
+        return
+    offsets = [row.offset for row in state.rows]
+    if None in offsets:
+        return
+    if rows and len(offsets) % rows == 0:
+        # generate() asks before it repeats each prompt for beams or num_return_sequences.
+        offsets = offsets[:: len(offsets) // rows]
+    device = input_device(module)
+    module.rope_deltas = torch.tensor(offsets, dtype=torch.long, device=device)[:, None]
