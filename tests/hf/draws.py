@@ -15,7 +15,8 @@ from h2o import H2OConfig
 from h2o.hf.modes import PAIRS, PROGRAMS, Mode, Tested, config_modes
 from tests.hf import tiny
 from tests.hf.modes import uneven
-from tests.hf.programs import FAMILIES, ROOM, Call, Program, model_of
+from tests.hf.program_models import FAMILIES, model_of
+from tests.hf.programs import ROOM, Call, Program
 
 M = Mode
 Pair = frozenset[Mode]
@@ -28,7 +29,8 @@ CANDIDATES = (
     "gemma3", "gpt_oss", "qwen2-mixed", "gemma2", "gemma3, wide",
     "deepseek_v3", "longcat_flash", "minicpm3",
     "gemma3n_text", "gemma4_text", "gemma3n_text, full", "gemma3n_text, wide",
-    "lfm3", "kimi_linear", "lfm3, wide",
+    "lfm3", "kimi_linear",
+    "llava", "llava, wide", "lfm2_vl", "gemma4",
 )  # fmt: skip
 NAMES = tuple(name for name in CANDIDATES if name in FAMILIES)
 ROTARY = (M.ECHO, M.SHARED_BUDGET, M.CACHE_RELATIVE)
@@ -55,6 +57,7 @@ def modes_of(program: Program) -> frozenset[Mode]:
     ways = {given.get("way", "fork") for name, given in program.calls if name in _COPIES}
     chunked = [given for _, given in program.calls if 0 < (given.get("size") or 0) < ROOM]
     have = {
+        M.IMAGES: bool(FAMILIES[program.family].image),
         M.PINS: program.pinned is not None,
         M.TRACE: program.trace,
         M.COMPILED: program.compileable,
@@ -89,18 +92,13 @@ def pairs_of(modes: Iterable[Mode]) -> set[Pair]:
     return {frozenset(pair) for pair in itertools.combinations(modes, 2)}
 
 
-NOT_DRAWN = {M.IMAGES: "tests/hf/test_images.py"}
-"""Modes that programs leave to other tests"""
 ELSEWHERE = {
-    frozenset((M.CACHE_RELATIVE, M.WINDOWS)): "refused by the model's traits",
-    frozenset((M.CACHE_RELATIVE, M.SHARED_KEYS)): "refused by the model's traits",
     frozenset((M.BITS, M.FEW_BITS)): "a cache has one kv_dtype",
+    frozenset((M.IMAGES, M.LATENT)): "no tiny family has both",
 }
 """Pairs that no program can have, and why"""
 WANTED = {
-    pair
-    for pair, cell in PAIRS.items()
-    if cell == Tested(PROGRAMS) and not pair & {*NOT_DRAWN} and pair not in ELSEWHERE
+    pair for pair, cell in PAIRS.items() if cell == Tested(PROGRAMS) and pair not in ELSEWHERE
 }
 """Pairs that programs must have"""
 
@@ -114,7 +112,7 @@ def draw(seed: int, modes: int = 8) -> Iterator[Program]:
     chosen.shuffle(unmet)
     number = seed
     while unmet:
-        asked = set(unmet[0])
+        asked = _with_kinds({*unmet[0]})
         while len(asked) < modes:
             new = {
                 mode: sum(frozenset((mode, x)) in unmet for x in asked)
@@ -134,6 +132,15 @@ def draw(seed: int, modes: int = 8) -> Iterator[Program]:
         yield program
 
 
+def _with_kinds(modes: set[Mode]) -> set[Mode]:
+    """These modes, with as few kinds of layers as a family needs to have them."""
+    for count in range(len(KINDS)):
+        for more in itertools.combinations(KINDS.values(), count):
+            if _fits(modes | {*more}):
+                return modes | {*more}
+    raise AssertionError(f"no family has {sorted(modes)}")
+
+
 def _fits(modes: set[Mode]) -> bool:
     """Whether h2o allows all pairs of these modes, and some family has exactly their layers."""
     return pairs_of(modes) <= WANTED and bool(_families(modes))
@@ -145,6 +152,7 @@ def _families(modes: set[Mode]) -> list[str]:
         name
         for name in NAMES
         if kinds_of(name) == kinds
+        and bool(FAMILIES[name].image) == (M.IMAGES in modes)
         and (M.FEW_BITS not in modes or name.endswith("wide"))
         and not (modes & {*ROTARY} and name in tiny.WITHOUT_ROTARY)
     ]
@@ -158,7 +166,12 @@ BUDGETS: tuple[dict[str, Any], ...] = (
     {"budget": 12, "min_tokens": 0},
     {"heavy": ROOM, "recent": 5},
 )
-PINS: tuple[Any, ...] = ([(1, 3)], [(0, 1), (17, 20)])
+PINS: tuple[Any, ...] = (
+    [(1, 3)],
+    [(0, 1), (17, 20)],
+    [[(2, 3)], [(0, 2), (28, 30)], [(4, 5), (26, 27)]],
+)
+"""Spans for all rows, or for each of up to three"""
 
 
 def build(modes: set[Mode], number: int) -> Program:
@@ -184,27 +197,38 @@ def build(modes: set[Mode], number: int) -> Program:
     rows = 1 if M.GENERATE_ALL in modes else chosen.choice([2, 3])
     program = Program(
         name, settings, _calls(modes, rows, chosen), rows=rows,
-        pinned=chosen.choice(PINS[: 1 if is_real else 2]) if M.PINS in modes else None,
+        pinned=_pins(modes, rows, 0 if is_real else chosen.randrange(3)),
         trace=M.TRACE in modes, compileable=M.COMPILED in modes, in_patched=M.PATCHED in modes,
         autocast=M.AUTOCAST in modes, by_torch=M.TORCH_BACKEND in modes,
         exact=not is_real and M.SIMULATED not in modes and (bool(rounds) or number % 2 == 0),
         seed=number,
     )  # fmt: skip
     if M.HEAD_BUDGETS in modes and M.SHARED_BUDGET not in modes:
-        settings["head_shares"] = uneven(model_of(program))
+        settings["head_shares"] = uneven(model_of(program.family))
     return program
 
 
+def _pins(modes: set[Mode], rows: int, which: int) -> Any:
+    if M.PINS not in modes:
+        return None
+    pins = PINS[which]
+    return pins[:rows] if isinstance(pins[0], list) and rows > 1 else PINS[which % 2]
+
+
 def _calls(modes: set[Mode], rows: int, chosen: random.Random) -> list[Call]:
-    columns = chosen.randint(14, 24)
-    left = (0, *(chosen.randint(1, columns - 10) for _ in range(rows - 1)))
+    columns = 24 if M.IMAGES in modes else chosen.randint(14, 24)
+    left = (
+        0,
+        *(chosen.randint(1, columns - (10 if columns < 24 else 14)) for _ in range(rows - 1)),
+    )
     start: dict[str, Any] = {"columns": columns}
     if M.PADDING in modes:
         start["left"] = left
     size = chosen.choice([4, 6]) if M.CHUNKS in modes else None
     if M.SIMULATED in modes:
         holes = (12,) if M.GAPS in modes else ()
-        return [("simulate", {**start, "columns": columns + 12, "prompt": 4, "holes": holes})]
+        prompt = 30 if M.IMAGES in modes else 4  # an image comes in one pass
+        return [("simulate", {**start, "columns": columns + 12, "prompt": prompt, "holes": holes})]
     if M.PATCHED in modes:
         beams = {"beams": 2} if M.BEAMS in modes else {}
         calls = [("answer", {**start, "size": size, **beams})]

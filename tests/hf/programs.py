@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 import pickle
 import random
 import tempfile
@@ -23,13 +22,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
+from transformers import DynamicCache, GenerationConfig
 
 from h2o import H2OCache, H2OConfig, backends, generate_all, patched, simulated
 from h2o.compat import with_cache
 from h2o.hf.layers.layer import H2OLayer
 from tests.hf import tiny
 from tests.hf.payload import check_payload, payload
+from tests.hf.program_checks import check_trace, near, same
+from tests.hf.program_models import FAMILIES, model_of
 
 Call = tuple[str, dict[str, Any]]
 """The name of a method of `Run`, and its arguments"""
@@ -65,6 +66,8 @@ class Row:
     """Its number in the first batch, for its pins"""
     passes: list[list[int]]
     """The tokens of each forward pass, without padding"""
+    image: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    """Model inputs for its image, if the prompt has one"""
 
     @property
     def text(self) -> list[int]:
@@ -77,7 +80,7 @@ class Run:
     def __init__(self, program: Program, path: Path) -> None:
         self.program, self.path = program, path
         self.random = random.Random(program.seed)
-        self.model = model_of(program)
+        self.model = model_of(program.family)
         self.config = H2OConfig(**program.settings)
         self.few_bits = self.config.kv_dtype == "int8-int4"
         self.rows = [Row(row, []) for row in range(program.rows)]
@@ -114,7 +117,21 @@ class Run:
         for row, (before, after) in enumerate(zip(_each(left, B), _each(right, B), strict=True)):
             mask[row, :before] = 0
             mask[row, columns - after :] = 0
-        return ids.to(self.model.device), mask.to(self.model.device)
+        ids, mask = ids.to(self.model.device), mask.to(self.model.device)
+        if FAMILIES[self.program.family].image and not self.ids:
+            name = self.program.family.partition(",")[0]
+            inputs = tiny.with_image(name, {"input_ids": ids, "attention_mask": mask})
+            ids = inputs.pop("input_ids")
+            del inputs["attention_mask"]
+            for number, row in enumerate(self.rows):
+                row.image = {key: x.chunk(B)[number] for key, x in inputs.items()}
+        return ids, mask
+
+    def images(self, ids: Tensor, rows: Sequence[Row]) -> dict[str, Tensor]:
+        """Model inputs for the images of some rows, if they are among these new tokens."""
+        if not bool((ids == tiny.IMAGE).any()):
+            return {}
+        return {key: torch.cat([row.image[key] for row in rows]) for key in rows[0].image}
 
     def forward(self, ids: Tensor, mask: Tensor, cache: Any) -> Tensor:
         """Logits of a pass after all others."""
@@ -123,6 +140,7 @@ class Run:
         if bool(whole.all()) and not self.program.exact:
             whole = None
         given = {"attention_mask": whole, "position_ids": positions}
+        given |= self.images(ids, self.rows)
         return self.model(ids, **given, **with_cache(cache)).logits
 
     def count(self, ids: Tensor, mask: Tensor) -> None:
@@ -179,6 +197,7 @@ class Run:
         if beams > 1 and self.cache is not None:
             inputs = {name: x[::beams] for name, x in inputs.items()}
         given: dict[str, Any] = {"num_beams": beams} if beams > 1 else {}
+        given |= self.images(ids, self.rows)
         if size is not None:
             given["prefill_chunk_size"] = size
         if self.cache is not None:
@@ -252,13 +271,13 @@ class Run:
         ):  # fmt: skip
             positions = (mask.cumsum(1) - 1).clamp(min=0)
             given = {"attention_mask": mask, "position_ids": positions, "use_cache": False}
-            logits = self.model(ids, **given).logits
+            logits = self.model(ids, **given, **self.images(ids, self.rows)).logits
         for number, row in enumerate(self.rows):
             text = row.text
             row.passes = [text[:prompt], *([token] for token in text[prompt:])]
             cache, passes = self.new_cache(row), []
             for tokens in row.passes:
-                passes.append(self._pass_alone(cache, tokens, int(cache.get_seq_length())))
+                passes.append(self._pass_alone(cache, tokens, int(cache.get_seq_length()), row))
             got, want = logits[number][mask[number].bool()].float(), torch.cat(passes).float()
             if self.program.autocast or self.config.kv_dtype is not None:  # rounded otherwise
                 assert (got - want).abs().mean() < 0.2 * want.abs().mean(), "the simulation differs"
@@ -357,7 +376,7 @@ class Run:
         if self.program.autocast:  # a row alone is rounded otherwise
             return
         if self.program.trace:
-            self._compare_trace()
+            check_trace(self.cache, torch.cat(self.masks, 1).bool())
         ids, mask = self.tokens(3)
         alone = [self._alone(row) for row in self.rows]
         for number, cache in enumerate(alone):
@@ -366,10 +385,10 @@ class Run:
                     same(layer, other, number)
         got = self.forward(ids, mask, self.cache)
         for number, (row, cache) in enumerate(zip(self.rows, alone, strict=True)):
-            want = self._pass_alone(cache, ids[number].tolist(), len(row.text))
+            want = self._pass_alone(cache, ids[number].tolist(), len(row.text), row)
             near(got[number], want, f"logits of row {number}")
             if self.has_room:
-                plain = self._plain(row.text + ids[number].tolist())
+                plain = self._plain(row.text + ids[number].tolist(), row)
                 near(got[number], plain[-3:], f"logits of row {number}, without h2o")
 
     @property
@@ -384,37 +403,27 @@ class Run:
         seen = 0
         if self.begins_dynamic:
             full = DynamicCache(config=self.model.config)
-            self._pass_alone(full, passes[0], 0)
+            self._pass_alone(full, passes[0], 0, row)
             cache, seen, passes = self.converted(full, None, row), len(passes[0]), passes[1:]
         else:
             cache = self.new_cache(row)
         for tokens in passes:
-            self._pass_alone(cache, tokens, seen)
+            self._pass_alone(cache, tokens, seen, row)
             seen += len(tokens)
         return cache
 
-    def _pass_alone(self, cache: Any, tokens: list[int], seen: int) -> Tensor:
+    def _pass_alone(self, cache: Any, tokens: list[int], seen: int, row: Row) -> Tensor:
         ids = torch.tensor([tokens], device=self.model.device)
         given = {"position_ids": torch.arange(seen, seen + len(tokens), device=ids.device)[None]}
         if self.program.exact:
             given["attention_mask"] = ids.new_ones(1, seen + len(tokens))
+        given |= self.images(ids, [row])
         return self.model(ids, **given, **with_cache(cache)).logits[0]
 
-    def _plain(self, text: list[int]) -> Tensor:
+    def _plain(self, text: list[int], row: Row) -> Tensor:
         ids = torch.tensor([text], device=self.model.device)
-        return model_of(self.program, "sdpa")(ids, use_cache=False).logits[0]
-
-    def _compare_trace(self) -> None:
-        mask = torch.cat(self.masks, 1).bool()
-        for layer in self.cache.layers:
-            if not isinstance(layer, H2OLayer):
-                continue
-            kept, at = layer.kept().positions, self.cache.evicted_at(layer.layer_idx)
-            for row, real in enumerate(mask):
-                for head, positions in enumerate(kept[row]):
-                    held = at[row, head][real][positions[positions >= 0]]
-                    assert bool((held == at.shape[-1]).all()), f"trace of row {row}, head {head}"
-            assert not bool(at[~mask[:, None].expand_as(at)].any()), "padding in the trace"
+        plain = model_of(self.program.family, "sdpa")
+        return plain(ids, use_cache=False, **self.images(ids, [row])).logits[0]
 
 
 IN_PLACE = "in_proj"
@@ -446,27 +455,6 @@ def run(program: Program) -> None:
             this.compare()
 
 
-_WIDE = {"head_dim": 32}
-FAMILIES = {**tiny.FAMILIES, **tiny.LATENT, **tiny.LATENT_AND_STATES}
-FAMILIES |= {
-    f"{name}, wide": dataclasses.replace(FAMILIES[name], config=FAMILIES[name].config | more,
-                                         model_type=FAMILIES[name].model_type or name)
-    for name, more in {
-        "llama": _WIDE, "gemma3": _WIDE, "gemma3n_text": _WIDE,
-        "lfm2": {"hidden_size": 128, **_WIDE}, "lfm3": _WIDE,
-    }.items()
-    if name in FAMILIES
-}  # fmt: skip
-"""Families of tests/hf/tiny.py, and some whose heads are wide enough for four bits"""
-if "gemma3n_text" in FAMILIES:
-    FAMILIES["gemma3n_text, full"] = dataclasses.replace(
-        FAMILIES["gemma3n_text"],
-        config=FAMILIES["gemma3n_text"].config | {"layer_types": ["full_attention"] * 6},
-        model_type="gemma3n_text",
-        layers=("h2o", "h2o", "h2o", "none", "none", "none"),
-    )
-
-
 @contextlib.contextmanager
 def _at_zero(model: Any) -> Iterator[None]:
     """Set all positions to 0, as h2o.patched does, so that keys are not rotated and back."""
@@ -480,39 +468,6 @@ def _at_zero(model: Any) -> Iterator[None]:
         yield
     finally:
         hook.remove()
-
-
-def model_of(program: Program, attention: str = "h2o") -> Any:
-    if "," not in program.family:
-        return tiny.shared(program.family, attention)
-    return _built(program.family, attention)
-
-
-@functools.cache
-def _built(family: str, attention: str) -> Any:
-    torch.manual_seed(7)
-    made = AutoModelForCausalLM.from_config(FAMILIES[family].build_config()).eval()
-    made.to(tiny.DEVICE).set_attn_implementation(attention)
-    return made
-
-
-def same(layer: H2OLayer, other: H2OLayer, row: int) -> None:
-    """Check that a layer holds in a row what another layer holds in its only row."""
-    (positions, scores), (want, expected) = layer.kept(), other.kept()
-    which = f"layer {layer.layer_idx}, row {row}"
-    for head, (got, wanted) in enumerate(zip(positions[row], want[0], strict=True)):
-        got, wanted = got[got >= 0].tolist(), wanted[wanted >= 0].tolist()
-        assert got == wanted, f"{which}, head {head} holds {got}, not {wanted}"
-    held = want.shape[-1]
-    near(scores[row, :, :held], expected[0], f"scores of {which}")
-    for got, wanted in zip(layer.kept_rows(), other.kept_rows(), strict=True):
-        near(got[row, :, :held], wanted[0], f"keys or values of {which}")
-
-
-def near(got: Tensor, want: Tensor, what: str, about: float = 1e-3) -> None:
-    torch.testing.assert_close(
-        got, want, rtol=about, atol=about, msg=lambda text: f"{what}: {text}"
-    )
 
 
 def _each(pads: Sequence[int], rows: int) -> list[int]:

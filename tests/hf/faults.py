@@ -1,0 +1,298 @@
+"""Faults of one line, each of which the random programs must find.
+
+    python -m tests.hf.faults            tries all
+    python -m tests.hf.faults 3 17       tries these
+
+Each fault is put into a copy of the package, in which the programs of one draw run until one fails.
+A fault that no program finds is a gap in the tests.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Fault(NamedTuple):
+    """A line of the package, and what replaces it."""
+
+    file: str
+    """Path below h2o"""
+    old: str
+    new: str
+    modes: str = ""
+    """Names of modes whose programs are the likeliest to find it; they run first"""
+
+
+STATE, PROMPT, BATCHING = "hf/cache_state", "hf/prompt", "hf/batching"
+SIMULATION, TORCH = "hf/simulation", "backends/torch_backend"
+FAULTS = (
+    # ---- slots, rows and pins ----
+    Fault(
+        f"{STATE}/slot_layout.py",
+        "new[:, : part.shape[1]] = part",
+        "new[:, -part.shape[1] :] = part",
+        "TURNS",
+    ),
+    Fault(
+        f"{STATE}/slot_layout.py",
+        "if (to := getattr(slots, name)) is not None:",
+        'if (to := getattr(slots, name)) is not None and name != "scores":',
+        "GENERATE_ALL",
+    ),
+    Fault(
+        f"{STATE}/slot_layout.py",
+        "torch.cat([slots.positions[:, 0] >= 0, real], dim=1)",
+        "torch.cat([slots.positions[:, 0] >= -1, real], dim=1)",
+        "FROM_DYNAMIC PADDING",
+    ),
+    Fault(
+        f"{STATE}/slot_layout.py",
+        "return rows if rows.dtype == torch.bool else rows.long()",
+        "return rows if rows.dtype == torch.bool else rows.long().sort().values",
+        "ROW_MOVES BEAMS",
+    ),
+    Fault(f"{STATE}/pins.py", "right=True)", "right=False)", "PINS"),
+    Fault(f"{STATE}/pins.py", "return any(n < end for", "return any(n + 2 < end for", "PINS"),
+    Fault(
+        f"{STATE}/pins.py",
+        "self.rows = change(self.rows)",
+        "self.rows = self.rows",
+        "PINS ROW_MOVES FORK BEAMS",
+    ),
+    Fault(
+        f"{STATE}/pins.py",
+        "rows = [row for row in self.given for",
+        "rows = [self.given[0] for",
+        "PINS",
+    ),
+    Fault(
+        f"{STATE}/recurrent_states.py",
+        "{name: change(x) for name, x in",
+        '{name: x if "conv" in name and x.shape == change(x).shape else change(x) for name, x in',
+        "HYBRID ROW_MOVES FORK BEAMS",
+    ),
+    Fault(
+        f"{STATE}/recurrent_states.py",
+        "state[row].copy_(taken[name][0])",
+        "state[0].copy_(taken[name][0])",
+        "HYBRID GENERATE_ALL",
+    ),
+    Fault(
+        f"{STATE}/trace.py",
+        "self.real, self.evicted_after = change(self.real), change(self.evicted_after)",
+        "self.real, self.evicted_after = change(self.real), self.evicted_after",
+        "TRACE ROW_MOVES FORK BEAMS",
+    ),
+    Fault(
+        f"{STATE}/trace.py",
+        "columns[columns < 0] = real.shape[1]",
+        "columns[columns < 0] = real.shape[1] - 1",
+        "TRACE",
+    ),
+    Fault(
+        "hf/attention/attention_call.py",
+        "ops.evict(tokens.key, tokens.value, scores, slots, mask=tokens.mask, policy=policy)",
+        "ops.evict(tokens.key, tokens.value, scores, slots, policy=policy)",
+        "GAPS TURNS",
+    ),
+    Fault(
+        "hf/attention/attention_call.py",
+        "is_step = ((tokens.mask.sum(1) == 1)",
+        "is_step = ((tokens.mask.sum(1) == 0)",
+        "GAPS BITS FEW_BITS",
+    ),
+    # ---- prompts ----
+    Fault(f"{PROMPT}/prompt_budget.py", "return list(prompt_length)", "return counts", "CHUNKS"),
+    Fault(
+        f"{PROMPT}/prompt_budget.py", "counts = mask.sum(1).tolist()", "counts = [Q] * B", "PADDING"
+    ),
+    Fault(
+        f"{PROMPT}/cross_head_budget.py",
+        "return (positions < sinks) | (positions < 0) |",
+        "return (positions < sinks) |",
+        "SHARED_BUDGET PADDING",
+    ),
+    Fault(
+        f"{PROMPT}/cross_head_budget.py",
+        "x[b].masked_fill(kept_of[b], -1.0)",
+        "x[0].masked_fill(kept_of[b], -1.0)",
+        "SHARED_BUDGET",
+    ),
+    Fault(
+        f"{PROMPT}/cross_head_budget.py",
+        "return (count - 1).masked_fill(~real[:, None], -1), count[..., -1:]",
+        "return (count - 1).masked_fill(~real[:, None], -1), torch.full_like(count[..., -1:], K)",
+        "SHARED_BUDGET PADDING",
+    ),
+    Fault(
+        f"{PROMPT}/echo_scorer.py",
+        "tokens.query[b][:, real], tokens.key[b][:, real]",
+        "tokens.query[0][:, real], tokens.key[b][:, real]",
+        "ECHO PADDING",
+    ),
+    # ---- generate_all ----
+    Fault(
+        f"{BATCHING}/batch_scheduler.py",
+        "tokens = [running.prompt_tokens + settings.virtual for",
+        "tokens = [running.prompt_tokens + settings.virtual - 1 for",
+        "GENERATE_ALL",
+    ),
+    Fault(
+        f"{BATCHING}/batch_scheduler.py",
+        "prompt_length=lengths)",
+        "prompt_length=max(lengths))",
+        "GENERATE_ALL",
+    ),
+    Fault(
+        f"{BATCHING}/row_batch.py",
+        "layer.take_rows(rows, other, source_rows, B, longest)",
+        "layer.take_rows(rows, other, [0] * len(rows), B, longest)",
+        "GENERATE_ALL",
+    ),
+    Fault(
+        f"{BATCHING}/row_batch.py",
+        "[[ids.get(row, 0)] for",
+        "[[ids.get(rows[0], 0)] for",
+        "GENERATE_ALL",
+    ),
+    # ---- simulation ----
+    Fault(
+        f"{SIMULATION}/simulation.py",
+        "torch.tensor(prompts, dtype=torch.int32, device=device),",
+        "torch.tensor([1] * len(prompts), dtype=torch.int32, device=device),",
+        "SIMULATED",
+    ),
+    Fault(
+        f"{SIMULATION}/simulated_layer.py",
+        "score = pins.score(score, positions[..., i : i + 1])",
+        "pass",
+        "SIMULATED PINS",
+    ),
+    Fault(
+        f"{SIMULATION}/simulation.py",
+        "lengths = mask.sum(1).tolist()",
+        "lengths = [N] * B",
+        "SIMULATED PADDING",
+    ),
+    # ---- files and caches of transformers ----
+    Fault(
+        "hf/cache/from_dynamic_cache.py",
+        "mask.to(keys.device)",
+        "torch.ones_like(mask)",
+        "FROM_DYNAMIC PADDING",
+    ),
+    Fault("hf/cache/cache_file.py", 'guard.pins = Pins(**content["pins"])', "pass", "FILE PINS"),
+    # ---- bits and the torch backend ----
+    Fault(
+        "quantization.py",
+        "keepdim=True), 127), up=True",
+        "keepdim=True), 126), up=True",
+        "TORCH_BACKEND BITS",
+    ),
+    Fault(
+        "quantization.py",
+        "[nibbles & 15, nibbles >> 4]",
+        "[nibbles >> 4, nibbles & 15]",
+        "TORCH_BACKEND FEW_BITS",
+    ),
+    Fault(
+        f"{TORCH}/ranking.py",
+        "(positions < policy.sinks)",
+        "(positions <= policy.sinks)",
+        "TORCH_BACKEND",
+    ),
+    Fault(f"{TORCH}/step.py", "seen = lengths + 1", "seen = lengths", "TORCH_BACKEND"),
+    Fault(
+        f"{TORCH}/step.py",
+        "received = received.masked_fill(~real, 0)",
+        "pass",
+        "TORCH_BACKEND GAPS",
+    ),
+    Fault(
+        f"{TORCH}/evict.py",
+        "slots.seen_tokens.add_(tokens[:, 0])",
+        "slots.seen_tokens.add_(Q)",
+        "TORCH_BACKEND PADDING GAPS",
+    ),
+    Fault(
+        f"{TORCH}/evict.py",
+        "lost = all_scores.masked_fill(is_kept | (positions < 0), 0)",
+        "lost = all_scores.masked_fill(is_kept, 0)",
+        "TORCH_BACKEND",
+    ),
+)
+
+
+def find(fault: Fault) -> str:
+    """The error with which a program finds a fault, or "" if none does.
+
+    The child of a fork imports the copy, so that torch and transformers are imported once."""
+    for name in ("torch", "transformers"):
+        importlib.import_module(name)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("h2o", "tests"):
+            hidden = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, Path(folder, name), ignore=hidden)
+        path, said = Path(folder, "h2o", fault.file), Path(folder, "said")
+        path.write_text(replaced(path.read_text("utf-8"), fault), "utf-8")
+        said.touch()
+        if (child := os.fork()) == 0:
+            try:
+                _run_copy(folder, fault.modes)
+            except BaseException as error:
+                said.write_text(f"{type(error).__name__}: {error}", "utf-8")
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        return said.read_text("utf-8")
+
+
+def _run_copy(folder: str, modes: str) -> None:
+    """Run the programs of one draw with the package in a folder until one fails, first those with
+    most of these modes."""
+    for name in [x for x in sys.modules if x.split(".")[0] in ("h2o", "tests")]:
+        del sys.modules[name]
+    sys.path[:] = [folder, *(x for x in sys.path if x and Path(x).resolve() != ROOT)]
+    os.chdir(folder)
+    os.environ["H2O_CHECK"] = "1"
+    import torch
+
+    from h2o.hf.prompt import echo_scorer
+    from tests.hf.draws import draw, modes_of
+    from tests.hf.programs import run
+
+    assert echo_scorer.__file__.startswith(folder)
+    torch.set_num_threads(1)
+    echo_scorer.FEWEST_HEADS = 1  # tiny models have few
+    named = {*modes.split()}
+    for program in sorted(
+        draw(0), key=lambda program: -len(named & {mode.name for mode in modes_of(program)})
+    ):
+        run(program)
+
+
+def replaced(text: str, fault: Fault) -> str:
+    """A file's text with a fault in it. Raises ValueError unless the line is there once."""
+    if text.count(fault.old) != 1:
+        raise ValueError(f"{fault.file} has {fault.old!r} {text.count(fault.old)} times, not once")
+    return text.replace(fault.old, fault.new)
+
+
+def main(numbers: list[str]) -> None:
+    for number in map(int, numbers) if numbers else range(len(FAULTS)):
+        found = find(FAULTS[number]) or "SURVIVES"
+        print(
+            f"{number}. {FAULTS[number].file}: {FAULTS[number].new}\n    {found:.200}", flush=True
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,45 @@
+"""What must be equal after a random program: layers row by row, logits, and the trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h2o.hf.layers.layer import H2OLayer
+
+
+def same(layer: H2OLayer, other: H2OLayer, row: int) -> None:
+    """Check that a layer holds in a row what another layer holds in its only row."""
+    (positions, scores), (want, expected) = layer.kept(), other.kept()
+    which = f"layer {layer.layer_idx}, row {row}"
+    for head, (got, wanted) in enumerate(zip(positions[row], want[0], strict=True)):
+        got, wanted = got[got >= 0].tolist(), wanted[wanted >= 0].tolist()
+        assert got == wanted, f"{which}, head {head} holds {got}, not {wanted}"
+    held = want.shape[-1]
+    lost = layer.slots.evicted_score[row], other.slots.evicted_score[0]
+    near(*lost, f"scores lost by {which}")
+    near(scores[row, :, :held], expected[0], f"scores of {which}")
+    for got, wanted in zip(layer.kept_rows(), other.kept_rows(), strict=True):
+        near(got[row, :, :held], wanted[0], f"keys or values of {which}")
+
+
+def near(got: Tensor, want: Tensor, what: str, about: float = 1e-3) -> None:
+    torch.testing.assert_close(
+        got, want, rtol=about, atol=about, msg=lambda text: f"{what}: {text}"
+    )
+
+
+def check_trace(cache: Any, mask: Tensor) -> None:
+    """Check that the trace of a cache says of all held keys that they are held, and nothing of
+    padding (False in the mask [B, N])."""
+    for layer in cache.layers:
+        if not isinstance(layer, H2OLayer):
+            continue
+        kept, at = layer.kept().positions, cache.evicted_at(layer.layer_idx)
+        for row, real in enumerate(mask):
+            for head, positions in enumerate(kept[row]):
+                held = at[row, head][real][positions[positions >= 0]]
+                assert bool((held == at.shape[-1]).all()), f"trace of row {row}, head {head}"
+        assert not bool(at[~mask[:, None].expand_as(at)].any()), "padding in the trace"
