@@ -232,6 +232,8 @@ def broadcast(*lists: Sequence[Any]) -> list[tuple[Any, ...]]:
     entries than rows to that many copies of each, such as beams. Lists of other lengths, as in a
     pass with another batch size, are cut to the shortest."""
     B = max(map(len, lists))
+    if all(map(B.__eq__, map(len, lists))):
+        return list(zip(*lists, strict=True))
     each = [x if len(x) == B else [y for y in x for _ in range(B // len(x))] for x in lists]
     return list(zip(*each, strict=False))
 
