@@ -242,10 +242,11 @@ APART: tuple[tuple[Mode, tuple[Mode, ...], str], ...] = (
      "h2o.compress_document reads one text of token ids, and has no such argument"),
     (
         M.VLLM,
-        (M.PADDING, M.GAPS, M.BEAMS, M.CROP, M.TRACE, M.COMPILED, M.FORK, M.FILE, M.ROW_MOVES,
+        (M.PADDING, M.GAPS, M.CROP, M.TRACE, M.COMPILED, M.FORK, M.FILE, M.ROW_MOVES,
          M.AUTOCAST, M.FROM_DYNAMIC, M.GENERATE_ALL, M.PATCHED, M.REREADING, M.SIMULATED),
         _SERVER,
     ),
+    (M.VLLM, (M.BEAMS,), "vLLM prefills each beam again for every token, so nothing is evicted"),
     (M.LATENT, (M.SHARED_KEYS,), "no model has both"),
     (M.SHARED_KEYS, (M.HYBRID,), "no model has both"),
     (M.LATENT, (M.WINDOWS,), "no model has both"),

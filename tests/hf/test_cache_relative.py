@@ -256,9 +256,9 @@ def test_per_head_budgets_and_trace():
 def test_what_cannot_be_rolled_says_why():
     for name, reason in {
         "opt": "no rotary position embedding",
-        "gemma2": "sliding-window layers",
+        "gemma2": "windows keep their keys",
         "qwen2_vl": "has not been tested",
-        **dict.fromkeys(["gemma3n_text", "gemma4_text"] * SHARES_KEYS, "keys of others"),
+        **dict.fromkeys(["gemma3n_text", "gemma4_text"] * SHARES_KEYS, "queries of later layers"),
         **dict.fromkeys(["jamba", "granitemoehybrid", "zamba2"], "no rotary position"),
     }.items():
         config = FAMILIES[name].build_config()
