@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from h2o import models
+from h2o.arguments.plain_values import check_count, check_seed, is_integer
 from h2o.cli import texts
 from h2o.cli.cache_options import load_model, parse_count
 from h2o.errors import UserError
 from h2o.hf.chat.chat_template import arguments_of, check_template_arguments
 from h2o.model_identity import files_fingerprint
-from h2o.number_checks import check_count, check_seed, is_integer
 from h2o.result_file import fingerprint
 from h2o.utils.filesystem import atomic_write, lock, make_writable
 from h2o.utils.progress import print_line

@@ -13,15 +13,23 @@ from typing import Any, Literal
 
 from typing_extensions import Unpack
 
+from h2o.arguments.plain_values import check_count, check_flag, check_seed, wrong
 from h2o.config import H2OConfig, resolve_config
 from h2o.config.fields import ConfigFields, Pinned
 from h2o.hf.batching.batch_scheduler import Scheduler
 from h2o.hf.batching.prefix import check_prefix
-from h2o.hf.batching.request import Prompt, Result, Settings, check_generation, check_tokenizer
+from h2o.hf.batching.request import (
+    Prompt,
+    Request,
+    Result,
+    Settings,
+    check_generation,
+    check_tokenizer,
+)
 from h2o.hf.batching.row_batch import RowBatch
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.chat.chat_template import check_template_arguments
-from h2o.number_checks import check_count, check_flag, check_seed
+from h2o.spans import check_pinned
 
 
 def generate_all(
@@ -104,14 +112,20 @@ def generate_all(
     config = resolve_config(h2o_config, parameters, generate_all).for_model(model)
     if (rows is None) == (bytes is None):
         raise ValueError("give either rows= (requests at a time) or bytes= (memory of the rows)")
-    for name, value in (("rows", rows), ("bytes", bytes), ("max_new_tokens", max_new_tokens)):
-        if value is not None:
-            check_count(name, value)
-    check_seed(seed)
-    check_flag("as_completed", as_completed)
-    check_flag("compileable", compileable)
-    if isinstance(prompts, str | Mapping):
+    rows, bytes, max_new_tokens = (
+        None if value is None else check_count(name, value)
+        for name, value in (("rows", rows), ("bytes", bytes), ("max_new_tokens", max_new_tokens))
+    )
+    seed = check_seed(seed)
+    as_completed = check_flag("as_completed", as_completed)
+    compileable = check_flag("compileable", compileable)
+    check_pinned(pinned, ("prompt", "system"))
+    if isinstance(prompts, str | Mapping | Request):
         raise ValueError(f"prompts is a single {type(prompts).__name__}; pass a list of prompts")
+    if not isinstance(prompts, Iterable):
+        raise TypeError(wrong("prompts", prompts, "a list of prompts"))
+    if on_token is not None and not callable(on_token):
+        raise TypeError(wrong("on_token", on_token, "a function (index, token)"))
     if bytes is not None and (config.needs_prompt_length or config.shares_by_echo):
         raise ValueError(
             "the size of a row depends on its prompt, because budgets are fractions or shared by "

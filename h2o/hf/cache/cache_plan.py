@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
+from h2o.arguments.plain_values import check_flag
 from h2o.budgets import layer_amount
 from h2o.config import H2OConfig
 from h2o.config.layer_plan import LayerPlan
@@ -37,7 +38,6 @@ from h2o.hf.prompt.scorers import AttentionScorer, RandomScorer
 from h2o.hf.rotary.model_rotary import ModelRotary, rotary_of
 from h2o.hf.support import Traits, drops_cache_after, setting_reasons, transformers_layers
 from h2o.model_identity import describe, settings_of
-from h2o.number_checks import check_flag
 
 
 class CachePlan:
@@ -88,8 +88,7 @@ class CachePlan:
             UnsupportedError: the settings cannot be combined.
             TypeError: one of them is not a bool.
         """
-        check_flag("trace", trace)
-        check_flag("compileable", compileable)
+        trace, compileable = check_flag("trace", trace), check_flag("compileable", compileable)
         self._check_settings(trace=trace, compileable=compileable)
         angles, echo = copy.copy(self._angles), copy.copy(self._echo)
         cross_head = None

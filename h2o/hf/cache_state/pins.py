@@ -11,22 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from h2o.number_checks import is_integer
-from h2o.spans import PINNED, Row, count, merge_spans, runs
+from h2o.spans import PINNED, Row, check_pinned, count, runs
 
 LEAST_DECAY = 1e-30
 """For a smaller decay, infinity times the decay may not be infinity in float32."""
-
-_WANTED = (
-    "pinned must be spans [(start, stop), ...] in tokens, a list of such spans for each row, "
-    '"prompt", or a bool mask [rows, columns]'
-)
 
 
 @dataclasses.dataclass
@@ -51,29 +45,13 @@ class Pins:
             ValueError: a span is empty or begins before the text, or `decay` is too small to keep
                 the score infinity.
         """
-        if pinned is None:
-            return cls()
-        if decay < LEAST_DECAY:
+        given = check_pinned(pinned)
+        if pinned is not None and decay < LEAST_DECAY:
             raise ValueError(
                 f"decay={decay} erases scores, but pinned keys are marked by their score. Use "
                 f"decay={LEAST_DECAY} or more, or leave out pinned"
             )
-        if isinstance(pinned, str):
-            if pinned != "prompt":
-                raise ValueError(f"{_WANTED}, not {pinned!r}")
-            return cls(pinned)
-        values = pinned.tolist() if hasattr(pinned, "tolist") else pinned
-        if not _is_list(values):
-            raise TypeError(f"{_WANTED}, not {pinned!r:.80}")
-        are_bools = [_is_list(row) and set(map(type, row)) == {bool} for row in values]
-        if values and all(are_bools):
-            spans = [runs(i for i, x in enumerate(row) if x) for row in values]
-            return cls(spans, are_columns=True, columns=min(map(len, values)))
-        if all(map(_is_span, values)):
-            return cls([merge_spans(values)] if values else [])
-        if all(_is_list(row) and all(map(_is_span, row)) for row in values):
-            return cls([merge_spans(row) for row in values])
-        raise TypeError(f"{_WANTED}, not {pinned!r:.80}")
+        return cls(*given)
 
     def __bool__(self) -> bool:
         """Whether the user pinned anything."""
@@ -162,14 +140,6 @@ class Pins:
     def reset(self) -> None:
         """Forget the prompt, but keep the pins that the user gave."""
         self.rows = None
-
-
-def _is_list(x: Any) -> bool:
-    return isinstance(x, Sequence) and not isinstance(x, str)
-
-
-def _is_span(x: Any) -> bool:
-    return _is_list(x) and len(x) == 2 and all(map(is_integer, x))
 
 
 def _as_positions(rows: list[Row], mask: Tensor | None) -> list[Row]:
