@@ -381,7 +381,7 @@ def test_ctrl_c_in_a_forward_is_noticed(columns, monkeypatch):
     "length", [0, -100, [3, 0], [], "5", 2.0, True, [2.5], [None], torch.tensor([2.5])]
 )
 def test_a_prompt_length_is_at_least_one_token(length):
-    with pytest.raises((TypeError, ValueError), match="prompt_length is .*; expected"):
+    with pytest.raises((TypeError, ValueError), match=r"prompt_length is .*; expected"):
         new_cache(heavy=0.5, recent=0.5, min_tokens=0, prompt_length=length)
 
 
