@@ -6,12 +6,20 @@ This module works on plain numbers, without torch.
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from h2o.arguments.plain_values import (
+    check_count,
+    check_fraction,
+    check_numbers,
+    is_integer,
+    is_list,
+    nested,
+    plain,
+    refuse_meta,
+)
 from h2o.kv_dtype import count_fitting
-from h2o.number_checks import is_integer, is_number
 
 DEFAULT_BUDGET = 0.2
 """`budget` of a config without `budget`, `heavy` and `recent`: a fifth of a full cache's bytes."""
@@ -44,9 +52,13 @@ def parse_amount(text: str) -> Amount:
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(text)
+    share = 0.2
+    with contextlib.suppress(ValueError):
+        percent = float(text.strip().removesuffix("%"))
+        share = percent / 100 if 0 < percent <= 100 else share
     raise ValueError(
         f"{text!r} is not an amount: write a number of tokens, such as 512, or a fraction, such as "
-        "0.2"
+        f"{share:g}"
     )
 
 
@@ -139,8 +151,7 @@ def check_budget(name: str, value: Any) -> Any:
     amount, or a tuple with an amount for each head."""
     if callable(value):
         return value
-    rows = value.tolist() if hasattr(value, "tolist") and getattr(value, "ndim", 0) else value
-    return _check_list(name, rows, "layer of the model", check_head_amounts)
+    return _check_list(name, value, "layer of the model", check_head_amounts)
 
 
 def check_head_amounts(name: str, value: Any) -> Any:
@@ -150,31 +161,22 @@ def check_head_amounts(name: str, value: Any) -> Any:
 
 def _check_list(name: str, value: Any, what: str, check: Callable[[str, Any], Any]) -> Any:
     """Check a single amount, or each entry of a list, which has one entry per `what`."""
-    if not is_list(value):
-        return check_amount(name, value)
-    if not value:
+    refuse_meta(name, value)
+    rows = nested(value)
+    if not is_list(rows):
+        return check_amount(name, rows)
+    if not rows:
         raise ValueError(f"{name} is an empty list: give one amount per {what}")
-    return tuple(check(f"{name}[{i}]", amount) for i, amount in enumerate(value))
-
-
-def is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    return tuple(check(f"{name}[{i}]", amount) for i, amount in enumerate(rows))
 
 
 def check_amount(name: str, value: Any) -> Amount:
-    if is_integer(value):
+    """Check a number of tokens, or a fraction of the prompt, which is a float even if it is 1.0."""
+    if is_integer(plain(value)):
         return check_tokens(name, value)
-    if is_number(value):
-        if not 0 <= value <= 1:  # NaN fails as well
-            raise ValueError(
-                f"{name}={value!r}: a float is a fraction and must be in [0, 1]; for a number of "
-                "tokens give an int"
-            )
-        return float(value)
-    raise TypeError(
-        f"{name} must be a number of tokens (an int, such as 512) or a fraction (a float in "
-        f"[0, 1], such as 0.2), not {value!r}"
-    )
+    expected = "a number of tokens (an int, such as 512) or a fraction (a float in [0, 1])"
+    hint = "for a number of tokens give an int"
+    return check_fraction(name, value, expected=expected, hint=hint)
 
 
 def check_whole_budget(value: Any) -> Amount:
@@ -210,31 +212,17 @@ def explain_few_keys(amounts: dict[str, Any]) -> str:
 
 
 def check_tokens(name: str, value: Any) -> int:
-    if not is_integer(value):
-        raise TypeError(f"{name} must be a number of tokens (int), not {value!r}")
-    tokens = operator.index(value)
-    if not 0 <= tokens <= UNLIMITED:
-        raise ValueError(f"{name} must be from 0 to {UNLIMITED} tokens, not {tokens}")
-    return tokens
+    """Check a number of tokens that may be 0."""
+    return check_count(name, value, 0, UNLIMITED)
 
 
 def check_prompt_length(value: Any) -> int | list[int]:
     """Check the length of a prompt, and return an int, or a list with one for each row."""
-    found = value.tolist() if hasattr(value, "tolist") else value
-    is_one = not isinstance(found, Sequence) or isinstance(found, str)
-    lengths = [found] if is_one else list(found)
-    if (
-        not lengths
-        or not all(map(is_integer, lengths))
-        or min(lengths) < 1
-        or max(lengths) > UNLIMITED
-    ):
-        raise ValueError(
-            f"prompt_length must be a number of tokens, from 1 to {UNLIMITED}, or one for each "
-            f"row, not {value!r}"
-        )
-    lengths = [operator.index(x) for x in lengths]
-    return lengths[0] if is_one else lengths
+    name = "prompt_length"
+    refuse_meta(name, value)
+    if not is_list(nested(value)):
+        return check_count(name, value, 1, UNLIMITED)
+    return [check_count(name, x, 1, UNLIMITED) for x in check_numbers(name, value)]
 
 
 def layer_amount(name: str, budget: Any, layer: int, layers: int) -> Any:

@@ -19,14 +19,12 @@ KvDtype = Literal["auto", "int8", "int8-int4"]
 def stored_bytes(kv_dtype: str | None, D: int) -> tuple[int, int] | None:
     """(bytes of a stored key, bytes of a stored value) of D elements; None if not quantized.
 
-    Raises: ValueError for an unknown `kv_dtype`, or one that does not support D.
+    Raises: ValueError for a `kv_dtype` that does not support D.
     """
     if kv_dtype is None:
         return None
     if kv_dtype == "int8":
         return D + 2, D + 2
-    if kv_dtype != "int8-int4":
-        raise ValueError(f'kv_dtype must be None, "int8" or "int8-int4", not {kv_dtype!r}')
     if D % 32:
         raise ValueError(
             f'kv_dtype="int8-int4" needs a head dimension that is a multiple of 32, not {D}; '

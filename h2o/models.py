@@ -12,7 +12,6 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
-import textwrap
 from collections.abc import Callable
 from logging import ERROR, getLogger
 from pathlib import Path
@@ -105,15 +104,12 @@ def torch_device(name: str) -> Any:
     Raises:
         UserError: torch does not know the name, or this machine has no such device.
     """
-    import torch
+    from h2o.arguments.torch_values import check_device
 
     try:
-        device = torch.device(name)
-        torch.zeros(1, dtype=torch.uint8, device=device).cpu()  # fails for meta, which has no data
-    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
-        reason = textwrap.shorten(str(error) or type(error).__name__, 100, placeholder=" ...")
-        raise UserError(f"--device {name}: torch finds no such device here ({reason})") from error
-    return device
+        return check_device("--device", name)
+    except (TypeError, ValueError) as error:
+        raise UserError(str(error)) from error
 
 
 def messages(text: str, system: str | None = None) -> list[dict[str, str]]:

@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable, Sequence, Set
 from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
+from h2o.arguments.plain_values import check_choice, check_flag, check_fraction
 from h2o.budgets import check_tokens
-from h2o.number_checks import check_flag, is_number
 
 OperationScore = Literal["sum", "mean", "max"]
 """Scores that the operations can rank by."""
@@ -119,17 +119,13 @@ def check_policy(policy: Policy, choices: Sequence[str] = get_args(OperationScor
     Raises: TypeError for a value of the wrong type (a bool is not a number), ValueError for one out
     of range.
     """
-    _, score_by, decay, value_weighted = policy
-    sinks = check_tokens("sinks", policy.sinks)
-    if not isinstance(score_by, str) or score_by not in choices:
-        *others, last = (f'"{name}"' for name in choices)
-        raise ValueError(f"score_by must be {', '.join(others)} or {last}, not {score_by!r}")
-    if not is_number(decay):
-        raise TypeError(f"decay must be a number in [0, 1], not {decay!r}")
-    if not 0 <= decay <= 1:  # NaN fails as well
-        raise ValueError(f"decay must be in [0, 1], not {decay!r}")
-    check_flag("value_weighted", value_weighted)
-    return Policy(sinks, score_by, float(decay), value_weighted)
+    sinks, score_by, decay, value_weighted = policy
+    return Policy(
+        check_tokens("sinks", sinks),
+        check_choice("score_by", score_by, choices),
+        check_fraction("decay", decay),
+        check_flag("value_weighted", value_weighted),
+    )
 
 
 PAPER = Policy()

@@ -16,6 +16,8 @@ import warnings
 import torch
 from torch import Tensor
 
+from h2o.arguments.plain_values import check_choice
+
 
 def quantize(x: Tensor, bits: int) -> Tensor:
     """Quantize x [n, D] to rows [n, bytes] uint8.
@@ -26,8 +28,7 @@ def quantize(x: Tensor, bits: int) -> Tensor:
     is about minimum + q * scale. Scales are rounded up and minima down, q to nearest with ties to
     even, all computed in float32. An element that is not finite makes the scale NaN.
     """
-    if bits not in (4, 8):
-        raise ValueError(f"bits must be 4 or 8, not {bits!r}")
+    bits = check_choice("bits", bits, (4, 8))
     x = x.float()
     if bits == 8:
         scale = _float16(_divide(x.abs().amax(-1, keepdim=True), 127), up=True, finite=_finite(x))

@@ -9,13 +9,19 @@ slots, T slots of all heads of a row, D head dimension.
 from __future__ import annotations
 
 import itertools
-import numbers
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from h2o.arguments.plain_values import (
+    check_choice,
+    check_count,
+    check_flag,
+    check_numbers,
+    is_list,
+    nested,
+)
 from h2o.budgets import UNLIMITED, check_tokens
-from h2o.kv_dtype import stored_bytes
+from h2o.kv_dtype import QUANTIZED, stored_bytes
 from h2o.tensors import full, get_4d_sizes
 
 Tensor = Any  # any object that supports DLPack
@@ -142,12 +148,12 @@ def new_slots(
     `shared`: allocate no `values`, because the keys are the values too.
     """
     B, G, _, D = sizes_of_keys(keys)
-    even = isinstance(capacity, numbers.Integral)
-    each = [operator.index(x) for x in ([capacity] if even else capacity)]
-    heavy = check_tokens("heavy", operator.index(heavy))
-    recent = check_tokens("recent", operator.index(recent))
-    if min(each, default=0) < 1:
-        raise ValueError(f"capacity: is {capacity}, wanted at least 1: k + 1 for rows of budget k")
+    even = not is_list(nested(capacity))
+    listed = [capacity] if even else check_numbers("capacity", capacity)
+    each = [check_count("capacity", x, hint="k + 1 for rows of budget k") for x in listed]
+    heavy, recent = check_tokens("heavy", heavy), check_tokens("recent", recent)
+    value_weighted = check_flag("value_weighted", value_weighted)
+    shared = check_flag("shared", shared)
     starts, budgets, shape = None, (B, 2), (B, G, each[0])
     if not even:
         if len(each) != G:
@@ -155,7 +161,7 @@ def new_slots(
         starts, budgets, shape = full(keys, (G + 1,), 0, "int32"), (B, G, 2), (B, sum(each))
         for g, end in enumerate(itertools.accumulate(each), start=1):
             starts[g] = end
-    row_bytes = stored_bytes(kv_dtype, D)
+    row_bytes = stored_bytes(check_choice("kv_dtype", kv_dtype, (None, *QUANTIZED)), D)
     shapes = [(*shape, n) for n in row_bytes or (D, D)]
     dtype = None if row_bytes is None else "uint8"
     budget = full(keys, budgets, heavy, "int32")

@@ -1,15 +1,35 @@
-"""Spans of token positions, for pinned keys, as plain numbers without torch."""
+"""Spans of token positions: pins as users give them, and their plain form, without torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from h2o.arguments.plain_values import is_integer, is_list, nested, refuse_meta, wrong
 
 PINNED = math.inf
 """The score of a pinned key."""
 
 Row = list[tuple[int, int]]
 """Spans (start, stop) of one row, ascending and disjoint."""
+
+
+_EXPECTED = (
+    "spans [(start, stop), ...] in tokens, a list of such spans for each row, {}, or a bool mask "
+    "[rows, columns]"
+)
+
+
+class GivenPins(NamedTuple):
+    """Pins that are well-formed. They may still not fit the prompt."""
+
+    spans: list[Row] | str
+    """The name of a part of the prompt, or the spans of each row. No spans: nothing is pinned"""
+    are_columns: bool = False
+    """Whether the spans are columns of the padded prompt, from a mask, instead of positions"""
+    columns: int = 0
+    """The number of columns that each row of the mask has at least; 0 without a mask"""
 
 
 def merge_spans(spans: Iterable[Sequence[int]]) -> Row:
@@ -19,10 +39,10 @@ def merge_spans(spans: Iterable[Sequence[int]]) -> Row:
     """
     row: Row = []
     for start, stop in sorted((int(start), int(stop)) for start, stop in spans):
-        if start < 0 or stop <= start:
+        if not 0 <= start < stop < 2**63:
             raise ValueError(
-                f"pinned has the span ({start}, {stop}): wanted 0 <= start < stop, counted in "
-                "tokens from the first of the row, without padding"
+                f"pinned has the span ({start}, {stop}); expected 0 <= start < stop < 2**63, "
+                "counted in tokens from the first of the row, without padding"
             )
         if row and start <= row[-1][1]:
             row[-1] = row[-1][0], max(stop, row[-1][1])
@@ -54,3 +74,51 @@ def parse_spans(text: str) -> str | Row:
         raise ValueError(
             f"{text!r} is neither system nor prompt nor spans of tokens, such as 0:40,100:120"
         ) from None
+
+
+def check_pinned(pinned: Any, names: Sequence[str] = ("prompt",)) -> GivenPins:
+    """Check the argument `pinned`. None pins nothing.
+
+    Raises:
+        TypeError: it has none of the accepted forms. A generator has not, because several caches
+            may read it. Nor has a mask of integers, which could be spans.
+        ValueError: a span is empty or begins before the text, or a text is none of the `names`.
+    """
+    if pinned is None:
+        return GivenPins([])
+    expected = _EXPECTED.format(" or ".join(f'"{name}"' for name in names))
+    if isinstance(pinned, str):
+        if pinned not in names:
+            raise ValueError(wrong("pinned", pinned, expected))
+        return GivenPins(pinned)
+    refuse_meta("pinned", pinned)
+    values = _nested_lists(pinned)
+    if is_list(values):
+        are_bools = [is_list(row) and set(map(type, row)) == {bool} for row in values]
+        if values and all(are_bools):
+            spans = [runs(i for i, x in enumerate(row) if x) for row in values]
+            return GivenPins(spans, are_columns=True, columns=min(map(len, values)))
+        if all(map(_is_span, values)):
+            return GivenPins([merge_spans(values)] if values else [])
+        if all(is_list(row) and all(map(_is_span, row)) for row in values):
+            return GivenPins([merge_spans(row) for row in values])
+    raise TypeError(wrong("pinned", pinned, expected))
+
+
+def check_spans(name: str, value: Any) -> Row:
+    """Check spans of a single row, [(start, stop), ...]. Raises: as `check_pinned`."""
+    refuse_meta(name, value)
+    values = _nested_lists(value)
+    if not is_list(values) or not all(map(_is_span, values)):
+        raise TypeError(wrong(name, value, "spans [(start, stop), ...] in tokens"))
+    return merge_spans(values)
+
+
+def _nested_lists(value: Any) -> Any:
+    """Nested lists of Python's numbers for nested lists, arrays or tensors."""
+    value = nested(value)
+    return [_nested_lists(x) for x in value] if is_list(value) else value
+
+
+def _is_span(x: Any) -> bool:
+    return is_list(x) and len(x) == 2 and all(map(is_integer, x))

@@ -683,6 +683,8 @@ COMMANDS = (
         ("generate --compare ful,local:0.2", "setting 'ful': unknown; did you mean full?"),
         ("bench --budgets 0.1,ten", "'ten' is not an amount: write a number of tokens, such as"),
         ("generate --budget 20%", "--budget: '20%' is not an amount: write a number of tokens"),
+        ("generate --budget 35%", "or a fraction, such as 0.35"),
+        ("generate --budget 350%", "or a fraction, such as 0.2"),
         ("generate --compare full,h2o:0.1-0.1", "'0.1-0.1' is not an amount"),
         ("generate --profile no.json", "error: cannot read no.json: No such file"),
         (f"generate --profile {shlex.quote(__file__)}", "test_cli.py: is not a profile made"),

@@ -433,8 +433,8 @@ FILES_OF_A_ROOM = 11
 """Most files in a room of h2o/hf, including __init__.py."""
 
 SERVING = {
-    "attention_blocks", "backends", "budgets", "compat", "compat_calls", "compat_wrappers",
-    "config", "errors", "hf", "kv_dtype", "model_identity", "models", "number_checks", "ops",
+    "arguments", "attention_blocks", "backends", "budgets", "compat", "compat_calls",
+    "compat_wrappers", "config", "errors", "hf", "kv_dtype", "model_identity", "models", "ops",
     "packages", "policy", "quantization", "sink_logits", "slots", "spans", "tensors", "utils",
     "vllm",
 }  # fmt: skip

@@ -8,10 +8,13 @@ from torch import Tensor
 
 from h2o.analysis.given_config import warn_of_floor
 from h2o.analysis.result import Analysis
+from h2o.arguments.plain_values import is_list
+from h2o.arguments.torch_values import check_ids, check_mask
 from h2o.budgets import check_prompt_length
 from h2o.config import H2OConfig, resolve_config
 from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.model_traits.wrappers import input_device
+from h2o.model_identity import vocabulary_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -61,7 +64,7 @@ def analyze(
     parameters.pop("token_type_ids", None)  # some tokenizers return them, decoders ignore them
     config = resolve_config(h2o_config, parameters, analyze).for_model(model)
     input_device(model)  # raises for a model without weights
-    ids = _one_text(input_ids, attention_mask)
+    ids = _one_text(input_ids, attention_mask, vocabulary_of(model))
     if (part := tensor_parallel.part_of_heads(model)) != tensor_parallel.WHOLE:
         raise ValueError(
             "analyze() shows all heads of a model, but this is "
@@ -75,34 +78,22 @@ def analyze(
             f"prompt_length is {longest}, but the text has {len(ids)} tokens, so nothing "
             f"would be evicted: use a number from 1 to {len(ids) - 1}, or a longer text"
         )
-    analysis = Analysis(model, ids, config, prompt_length)
+    analysis = Analysis(model, ids, config, lengths)
     if h2o_config is None:
         warn_of_floor(model, config, parameters, len(ids))
     return analysis
 
 
-def _one_text(input_ids: Any, mask: Any) -> Tensor:
+def _one_text(input_ids: Any, mask: Any, vocabulary: float) -> Tensor:
     """The text as int64 [n], without padding."""
-    if not isinstance(input_ids, Tensor):
-        raise TypeError(
-            f"input_ids must be a torch tensor [1, n], not a {type(input_ids).__name__}: call "
-            'h2o.analyze(model, **tokenizer(text, return_tensors="pt"))'
-        )
-    if input_ids.ndim == 1:
-        input_ids = input_ids[None]
-        mask = mask[None] if isinstance(mask, Tensor) and mask.ndim == 1 else mask
-    if input_ids.ndim != 2 or len(input_ids) != 1:
-        raise ValueError(
-            f"input_ids has shape {list(input_ids.shape)}, expected [1, n]: pass one text at a time"
-        )
-    ids = input_ids[0]
+    hint = 'call h2o.analyze(model, **tokenizer(text, return_tensors="pt")), one text at a time'
+    name = "input_ids"
+    ids = check_ids(name, input_ids, one_row=True, vocabulary=vocabulary, least=3, hint=hint)[0]
     if mask is not None:
-        if not isinstance(mask, Tensor) or mask.shape != input_ids.shape:
-            raise ValueError(
-                f"attention_mask has shape {list(getattr(mask, 'shape', []))}, expected that of "
-                f"input_ids, {list(input_ids.shape)}"
-            )
-        ids = ids[mask[0].bool().to(ids.device)]
+        given = getattr(input_ids, "ndim", 2 if is_list(input_ids[0]) else 1)
+        shape = (1, len(ids)) if given == 2 else (len(ids),)
+        real = check_mask("attention_mask", mask, shape, "as input_ids", ids.device).reshape(-1)
+        ids = ids[real]
     if len(ids) < 3:
-        raise ValueError(f"input_ids has {len(ids)} tokens, expected at least 3")
+        raise ValueError(f"input_ids has {len(ids)} tokens without padding; expected at least 3")
     return ids

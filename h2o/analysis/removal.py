@@ -9,7 +9,6 @@ most a sixteenth of the rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,28 +16,9 @@ from torch import Tensor
 
 from h2o.analysis.collect import Attention, watch
 from h2o.attention_blocks import ROWS, attend_blocks
-from h2o.number_checks import check_seed, is_integer, is_number
 from h2o.sink_logits import softmax
 
 KINDS = ("heavy", "random", "recent")
-
-
-def check_arguments(shares: Any, limit: Any, seed: Any) -> tuple[float, ...]:
-    """Check the arguments of `Analysis.removal`, and return the shares as a tuple.
-
-    Raises: TypeError for a single share instead of several, ValueError for a share that is not from
-    0 to 1, and for another wrong argument.
-    """
-    if not isinstance(shares, Iterable) or isinstance(shares, str):
-        raise TypeError(f"shares must be a list of shares, such as (0.05, 0.1), not {shares!r}")
-    listed = tuple(shares)
-    for share in listed:
-        if not is_number(share) or not 0 <= share <= 1:
-            raise ValueError(f"share must be from 0 to 1, not {share!r}")
-    if limit is not None and (not is_integer(limit) or limit < 2):
-        raise ValueError(f"limit must be at least 2 tokens, not {limit!r}")
-    check_seed(seed)
-    return listed
 
 
 def perplexity_without(model: Any, ids: Tensor, kind: str, share: float, seed: int = 0) -> float:

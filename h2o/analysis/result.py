@@ -13,11 +13,11 @@ from h2o.analysis import measures, removal
 from h2o.analysis.collect import Attention, attend, forward, sparsity, watch
 from h2o.analysis.figures import FIGURES
 from h2o.analysis.given_config import resolve_for_text
+from h2o.arguments import plain_values
 from h2o.config import H2OConfig
 from h2o.config.layer_plan import LayerPlan
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
 from h2o.hf.simulation.simulation import simulated
-from h2o.number_checks import check_flag, is_integer, is_number
 from h2o.utils.draw import axes_or_new, pieces, shade_text
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from h2o.config.fields import ConfigFields
 
+KINDS = "kv", "query", "layer"
 THRESHOLD = 0.01
 """The H2O paper's threshold: attention weights below this share of their row's maximum are tiny."""
 
@@ -110,9 +111,10 @@ class Analysis:
         layer add up to the number of queries times the number of query heads, or to less if learned
         sinks take a share.
         """
-        if per not in ("query", "kv", "layer"):
-            raise ValueError(f"per must be kv, query or layer, not {per!r}")
-        scores = self._scores_up_to(at)[self._check_layer(layer)]
+        per, scores = (
+            plain_values.check_choice("per", per, KINDS),
+            self._scores_up_to(at)[self._check_layer(layer)],
+        )
         if per == "kv":
             return scores.reshape(self.groups, -1, scores.shape[-1]).sum(1)
         return scores if per == "query" else scores.sum(0)
@@ -146,17 +148,18 @@ class Analysis:
             at: the token that sees the keys, by default the last one. Scores count the tokens up to
                 it, and `held` says whether a cache would have the key or it is the token's own.
         """
-        at = self._check_step(at)
+        at, per = self._check_step(at), plain_values.check_choice("per", per, KINDS)
         scores = self.scores(layer, "layer" if head is None else per, at=at)
         held = (self.evicted_at(layer)[:, : at + 1] > at).astype(float)
         if head is None:
             held = held.mean(0)
-        elif per == "layer" or not is_integer(head) or not 0 <= head < len(scores):
-            raise ValueError(
-                f'there is no head {head!r} with per="{per}": kv has {self.groups} heads, query '
-                f"{self.heads}"
-            )
         else:
+            head = plain_values.check_integer("head", head)
+            if per == "layer" or not 0 <= head < len(scores):
+                raise ValueError(
+                    f'there is no head {head} with per="{per}": kv has {self.groups} heads, query '
+                    f"{self.heads}"
+                )
             held = held[head * self.groups // len(scores)]
             scores = scores[head]
         texts = pieces(tokenizer, self.ids[: at + 1])
@@ -173,8 +176,7 @@ class Analysis:
         A head has n (n + 1) / 2 causal entries. See figure 2a of the paper. A threshold other than
         0.01 takes another forward pass.
         """
-        if not is_number(threshold) or not 0 < threshold <= 1:
-            raise ValueError(f"threshold must be above 0 and at most 1, not {threshold!r}")
+        threshold = plain_values.check_fraction("threshold", threshold, zero=False)
         if threshold not in self._small:
             small: dict[int, np.ndarray] = {}
 
@@ -202,9 +204,8 @@ class Analysis:
                 among the keys of the text's first half, by the queries of the first half and of
                 the second half: [L, G] or [L, H].
         """
-        if by not in ("layer", "head", "half"):
-            raise ValueError(f"by must be layer, head or half, not {by!r}")
-        self.scores(self.layers[0], per)  # raises for an unknown `per`, which by="layer" ignores
+        by = plain_values.check_choice("by", by, ("layer", "head", "half"))
+        per = plain_values.check_choice("per", per, KINDS)
         if by == "head" and per == "layer":
             raise ValueError('overlap(by="head") compares heads: per must be "kv" or "query"')
         if by == "half":
@@ -255,8 +256,8 @@ class Analysis:
         Returns:
             `{"full": {0.0: perplexity}, "heavy": {share: perplexity}}`, and "random" and "recent".
         """
-        shares = removal.check_arguments(shares, limit, seed)
-        ids = self._tensor[:limit]
+        listed, seed = plain_values.check_fractions("shares", shares), plain_values.check_seed(seed)
+        ids = self._tensor[: None if limit is None else plain_values.check_count("limit", limit, 2)]
 
         def cell(kind: str, share: float) -> float:
             key = kind, share, len(ids), seed if kind == "random" else 0
@@ -268,7 +269,7 @@ class Analysis:
                 )
             return self.removals[key]
 
-        table = {kind: {share: cell(kind, share) for share in shares} for kind in removal.KINDS}
+        table = {kind: {share: cell(kind, share) for share in listed} for kind in removal.KINDS}
         return {"full": {0.0: cell("full", 0.0)}, **table}
 
     # ---- what a cache would do -----------------------------------------------------------------
@@ -286,15 +287,16 @@ class Analysis:
         For a token this is the softmax over all keys, summed over those that a cache with the
         config would hold when it comes. Another config, as for `analyze`, takes another pass.
         """
-        check_flag("per_token", per_token)
-        given, how = h2o_config or parameters, (h2o_config, parameters, self.retained_mass)
-        chosen = resolve_for_text(*how, self.model, len(self)) if given else None
+        per_token = plain_values.check_flag("per_token", per_token)
+        chosen, given = self.config, (h2o_config, parameters, self.retained_mass)
+        if h2o_config is not None or parameters:
+            chosen = resolve_for_text(*given, self.model, len(self))
         mass = self.simulate_cache(chosen)[self._check_layer(layer)].retained
         return mass if per_token else mass.mean(-1)
 
     def simulate_cache(self, config: H2OConfig | None = None) -> dict[int, Cached]:
         """Each layer's evictions and retained mass with a cache of this or another config."""
-        config = config or self.config
+        config = self.config if config is None else config
         if config not in self.caches:
             with simulated(
                 self.model, config, prompt_length=self.prompt_length, trace=True, mass=True
@@ -333,8 +335,7 @@ class Analysis:
 
         Returns the axes. `options` are those of the figure, such as `layer=` of "scores".
         """
-        if not isinstance(figure, str) or figure not in FIGURES:
-            raise ValueError(f"figure must be one of {', '.join(FIGURES)}, not {figure!r}")
+        figure = plain_values.check_choice("figure", figure, tuple(FIGURES))
         ax = axes_or_new(ax, **({"figsize": (8, 3)} if figure == "scores" else {}))
         FIGURES[figure](self, ax, **options)
         return ax
@@ -346,8 +347,7 @@ class Analysis:
         shares of the attention (`keys_50` ...), `half_overlap` (a query head has the value of its
         group), `retained_mass`, and for layers the correlations with frequency.
         """
-        if by not in ("layer", "head"):
-            raise ValueError(f"by must be layer or head, not {by!r}")
+        by = plain_values.check_choice("by", by, ("layer", "head"))
         law = self.power_law("layer" if by == "layer" else "query")
         R = self.heads // self.groups
         by_head = {
@@ -368,15 +368,14 @@ class Analysis:
         return {"layer": np.array(self.layers), **means, **frequency}
 
     def _check_layer(self, layer: int) -> int:
-        if not is_integer(layer) or layer not in self.layers:
-            raise ValueError(f"layer {layer!r} was not analyzed; choose from {self.layers}")
+        layer = plain_values.check_integer("layer", layer)
+        if layer not in self.layers:
+            raise ValueError(f"layer {layer} was not analyzed; choose from {self.layers}")
         return layer
 
     def _check_step(self, at: int | None) -> int:
-        at = len(self) - 1 if at is None else at
-        if not is_integer(at) or not 0 <= at < len(self):
-            raise ValueError(f"at must be a token's position, 0 to {len(self) - 1}, not {at!r}")
-        return at
+        last = len(self) - 1
+        return last if at is None else plain_values.check_count("at", at, 0, last)
 
     def _scores_up_to(self, at: int | None) -> dict[int, np.ndarray]:
         """Scores [H, at + 1] by layer."""

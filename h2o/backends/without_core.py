@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from h2o import packages
-from h2o.number_checks import is_number
+from h2o.arguments.plain_values import is_number
 from h2o.policy import check_policy
 from h2o.slots import KINDS, Kind, Slots
 

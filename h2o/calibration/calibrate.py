@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,14 @@ import torch
 from torch import Tensor
 
 from h2o.analysis.collect import analyzable_layers
+from h2o.arguments.plain_values import (
+    check_count,
+    check_fraction,
+    check_fractions,
+    check_seed,
+    wrong,
+)
+from h2o.arguments.torch_values import check_ids
 from h2o.calibration.allocate import allocate
 from h2o.calibration.head_costs import HEAVY, SINKS, measure_costs, watch_gradients
 from h2o.calibration.refine import measure_worth, move_budgets, surround
@@ -24,8 +33,7 @@ from h2o.config.profile import Profile
 from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
 from h2o.hf.support import transformers_layers
-from h2o.model_identity import describe, sample
-from h2o.number_checks import check_count, check_seed, is_integer, is_number
+from h2o.model_identity import describe, sample, vocabulary_of
 from h2o.result_file import ResultFile, provenance
 
 FRACTIONS = (0.04, 0.1, 0.2, 0.4, 0.7)
@@ -101,15 +109,13 @@ def calibrate(
     """
     full = analyzable_layers(model)
     LengthDependentRope(model).forget()
-    check_count("draws", draws)
-    check_seed(seed)
-    listed = [*fractions] if isinstance(fractions, Iterable) else []
-    if not listed or not all(is_number(x) and 0 < x <= 1 for x in listed):
-        raise ValueError(f"fractions must be a list of numbers in (0, 1], not {fractions!r}")
-    fractions = tuple(sorted(set(map(float, listed))))
-    if not is_number(refine) or not 0 <= refine <= 1:
-        raise ValueError(f"refine must be a fraction in [0, 1], not {refine!r}")
-    chosen = list(iterate_windows(input_ids, window, windows))
+    draws, seed = check_count("draws", draws), check_seed(seed)
+    fractions = sorted({*check_fractions("fractions", fractions, zero=False)})
+    refine = check_fraction("refine", refine)
+    window = check_count("window", window, 2 * LEAST + 1)
+    windows = None if windows is None else check_count("windows", windows)
+    texts = list(_texts(input_ids, vocabulary_of(model.config)))
+    chosen = list(iterate_windows(texts, window, windows))
     grid = budget_grid(window)
     settings = {
         "tokens": window, "draws": draws, "seed": seed, "grid": grid, "sinks": SINKS,
@@ -158,12 +164,12 @@ def calibrate(
         tables[fraction] = shares
     progress(total, total)
     return Profile(
-        fractions=fractions,
+        fractions=tuple(fractions),
         shares=tuple(_expand_to_layers(tables[fraction], full, model) for fraction in fractions),
         window=window,
         model=describe(model.config),
         weights=sample(model),
-        texts=tuple(_describe_texts(input_ids, chosen)),
+        texts=tuple(_describe_texts(texts, chosen)),
         settings={
             **settings, "windows": len(chosen), "refine": refine, "steps": STEPS,
             "read": STEP_WINDOWS, "dtype": origin["dtype"],
@@ -178,17 +184,15 @@ def budget_grid(window: int) -> list[int]:
     return list(itertools.takewhile(lambda budget: budget < window, steps))
 
 
-def iterate_windows(input_ids: Any, window: int, limit: int | None) -> Iterator[Window]:
-    """Yield the windows to use, taking turns between the texts.
+def iterate_windows(
+    texts: Iterable[tuple[str, Tensor]], window: int, limit: int | None
+) -> Iterator[Window]:
+    """Yield the windows to use, taking turns between the texts (name and token ids of each).
 
-    Raises: TypeError for a text that is not token ids, ValueError for one shorter than a window.
+    Raises: ValueError for a text that is shorter than a window.
     """
-    if not is_integer(window) or window <= 2 * LEAST:
-        raise ValueError(f"window must be more than {2 * LEAST} tokens, not {window!r}")
-    if limit is not None:
-        check_count("windows", limit)
     pieces = []
-    for name, ids in _texts(input_ids):
+    for name, ids in texts:
         if len(ids) < window:
             raise ValueError(
                 f"input_ids: {name} has {len(ids)} tokens, fewer than a window of {window}: give "
@@ -203,14 +207,16 @@ def iterate_windows(input_ids: Any, window: int, limit: int | None) -> Iterator[
         done[i] += 1
 
 
-def _texts(input_ids: Any) -> Iterator[tuple[str, Tensor]]:
-    """Name and token ids int64 [n] of each text."""
+def _texts(input_ids: Any, vocabulary: float = math.inf) -> Iterator[tuple[str, Tensor]]:
+    """Name and token ids int64 [n] of each text.
+
+    Raises: as `h2o.arguments.torch_values.check_ids`.
+    """
+    hint = 'write h2o.calibrate(model, tokenizer(text, return_tensors="pt")["input_ids"])'
     if isinstance(input_ids, Mapping):
         if "attention_mask" in input_ids:  # its ones would be read as a text
-            raise TypeError(
-                "input_ids is everything that a tokenizer returns, wanted token ids: "
-                'h2o.calibrate(model, tokenizer(text, return_tensors="pt")["input_ids"])'
-            )
+            expected = "token ids, not everything that a tokenizer returns"
+            raise TypeError(wrong("input_ids", input_ids, expected, hint))
         named = [(str(name), ids) for name, ids in input_ids.items()]
     elif isinstance(input_ids, Sequence) and not isinstance(input_ids, str | bytes):
         named = [(f"text {number}", ids) for number, ids in enumerate(input_ids)]
@@ -219,20 +225,8 @@ def _texts(input_ids: Any) -> Iterator[tuple[str, Tensor]]:
     if not named:
         raise ValueError("input_ids: there is no text")
     for name, ids in named:
-        if not isinstance(ids, Tensor) or ids.is_floating_point():
-            kind = f"a tensor of {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__
-            raise TypeError(
-                f"input_ids: {name} is {kind}, wanted a torch tensor of token ids: "
-                'h2o.calibrate(model, tokenizer(text, return_tensors="pt")["input_ids"])'
-            )
-        if ids.ndim == 2 and len(ids) == 1:
-            ids = ids[0]
-        if ids.ndim != 1:
-            raise ValueError(
-                f"input_ids: {name} has shape {list(ids.shape)}, wanted [n] or [1, n]; give "
-                "several texts as a list"
-            )
-        yield name, ids.cpu().long()
+        row = check_ids(f"input_ids: {name}", ids, one_row=True, vocabulary=vocabulary, hint=hint)
+        yield name, row[0].cpu()
 
 
 def _costs(model: Any, piece: Window, grid: Sequence[int], draws: int, seed: int) -> np.ndarray:
@@ -310,9 +304,11 @@ def _expand_to_layers(
     return tuple(tuple(float(f"{x:.5g}") for x in row) for row in table)
 
 
-def _describe_texts(input_ids: Any, chosen: Sequence[Window]) -> Iterator[dict[str, Any]]:
+def _describe_texts(
+    texts: Iterable[tuple[str, Tensor]], chosen: Sequence[Window]
+) -> Iterator[dict[str, Any]]:
     """Name, digest, length and number of windows of each text."""
-    for name, ids in _texts(input_ids):
+    for name, ids in texts:
         number = sum(piece.text == name for piece in chosen)
         yield {"name": name, "sha256": _sha256(ids), "tokens": len(ids), "windows": number}
 

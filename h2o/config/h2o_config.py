@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 from typing import Any, get_args
 
+from h2o.arguments.plain_values import check_choice, check_count, check_index
 from h2o.budgets import (
     DEFAULT_BUDGET,
     Amount,
@@ -146,11 +147,7 @@ class H2OConfig(Presets):
                 f"{policy}"
             )
         for name, choices in CHOICES.items():
-            value = getattr(self, name)
-            if not isinstance(value, str | None) or value not in choices:
-                *others, last = (f'"{x}"' if x else "None" for x in choices)
-                text = f"{', '.join(others)} or {last}"
-                raise ValueError(f"{name} must be {text}, not {value!r}")
+            put(self, name, check_choice(name, getattr(self, name), choices))
         if self.budget_unit == "keys":
             put(self, "_token_bytes", None)  # left by dataclasses.replace
         elif not all(isinstance(x, float) for x in (self.heavy, self.recent)):
@@ -207,6 +204,7 @@ class H2OConfig(Presets):
     def recommended(cls, budget: Amount) -> H2OConfig:
         """The preset that `budget=` alone selects: `echo`. A float is a share of a full cache's
         bytes, an int a number of tokens."""
+        budget = check_whole_budget(budget)
         return cls.preset("echo", budget, cls._recommended_unit(budget))
 
     @property
@@ -286,6 +284,7 @@ class H2OConfig(Presets):
 
         All layers must have the same budget. If heads differ, this is their mean, rounded down.
         """
+        n = check_count("n", n, 0)
         pairs = pair_amounts(self.layer_amounts(0, 1), "key/value head")
         more = n, self.sinks, self._token_bytes, self.min_tokens
         return mean_pair([count_pair(pair, *more) for pair in pairs])
@@ -293,7 +292,9 @@ class H2OConfig(Presets):
     def count_held(self, n: int, prompt: int | None = None) -> int:
         """Tokens that a row of n tokens holds at its end. Fractions are of `prompt` tokens, or of n
         if `prompt` is None."""
-        return min(n, self.sinks + sum(self.tokens(n if prompt is None else prompt)))
+        n = check_count("n", n, 0)
+        prompt = n if prompt is None else check_count("prompt", prompt, 0)
+        return min(n, self.sinks + sum(self.tokens(prompt)))
 
     def layer_amounts(self, layer: int, layers: int) -> tuple[Any, Any]:
         """(heavy, recent) of one layer, each a single amount or one for each key/value head."""
@@ -301,6 +302,8 @@ class H2OConfig(Presets):
             raise ValueError(
                 'budget_unit="bytes" depends on the model: call config.for_model(model) first'
             )
+        layers = check_count("layers", layers)
+        layer = check_index("layer", layer, layers, "layer")
         heavy, recent = (
             layer_amount(name, getattr(self, name), layer, layers) for name in ("heavy", "recent")
         )

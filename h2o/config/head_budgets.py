@@ -14,8 +14,7 @@ import math
 import sys
 from typing import Any
 
-from h2o.budgets import is_list
-from h2o.number_checks import is_number
+from h2o.arguments.plain_values import is_list, is_number, nested, plain, refuse_meta, wrong
 
 NAMED = ("shipped", "echo")
 """Names that `head_shares` accepts: the profile that comes with h2o, and the echo of each prompt
@@ -44,24 +43,34 @@ def check_table(shares: Any) -> Any:
     """
     if hasattr(shares, "shares_for"):  # a Profile
         return shares
-    rows = shares.tolist() if hasattr(shares, "tolist") else shares
+    refuse_meta("head_shares", shares)
+    rows = nested(shares)
+    rows = [nested(row) for row in rows] if is_list(rows) else rows
     if not is_list(rows) or not all(map(is_list, rows)):
-        raise TypeError(
-            "head_shares must be numbers [layers, key/value heads] (lists or an array), an "
-            'h2o.Profile (h2o.Profile.load(path)), "shipped" or "echo", not '
-            f"{shares!r:.60}"
+        expected = (
+            "numbers [layers, key/value heads] (lists or an array), an h2o.Profile "
+            '(h2o.Profile.load(path)), "shipped" or "echo"'
         )
+        raise TypeError(wrong("head_shares", shares, expected))
     if not rows or len({len(row) for row in rows}) != 1 or not rows[0]:
         raise ValueError(
             "head_shares must have the same number of heads, at least one, in each layer"
         )
-    for layer, row in enumerate(rows):
-        for head, share in enumerate(row):
-            if not (is_number(share) and 0 < share <= sys.float_info.max):
-                raise ValueError(
-                    f"head_shares[{layer}][{head}] is {share!r}, wanted a positive number"
-                )
-    return tuple(tuple(float(x) for x in row) for row in rows)
+    return tuple(
+        tuple(check_share(f"head_shares[{layer}][{head}]", x) for head, x in enumerate(row))
+        for layer, row in enumerate(rows)
+    )
+
+
+def check_share(name: str, value: Any) -> float:
+    """Check a positive number, such as a head's share, and return a float."""
+    share = plain(value)
+    if not is_number(share):
+        refuse_meta(name, value)
+        raise TypeError(wrong(name, value, "a positive number"))
+    if not 0 < share <= sys.float_info.max:
+        raise ValueError(wrong(name, value, "a positive number"))
+    return float(share)
 
 
 def check_shares(shares: Any, layers: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from h2o.arguments.plain_values import check_choice
 from h2o.budgets import (
     DEFAULT_BUDGET,
     UNLIMITED,
@@ -71,8 +72,7 @@ class Presets:
         """Make one of `PRESETS` by name. Only "calibrated" accepts a `profile`.
 
         Raises: ValueError for an unknown name, and for a profile with another preset."""
-        if name not in PRESETS:
-            raise ValueError(f"preset must be one of {', '.join(PRESETS)}, not {name!r}")
+        name = check_choice("preset", name, PRESETS)
         if name == "calibrated":
             return cls.calibrated(budget, profile, budget_unit)
         if profile is not None:
@@ -90,7 +90,8 @@ class Presets:
     def authors(cls, budget: Amount, budget_unit: BudgetUnit = "keys") -> Self:
         """The published algorithm: half of the budget for heavy hitters, half for recent tokens, no
         `min_tokens`."""
-        heavy, recent = split_heavy_recent(check_whole_budget(budget), 0.5)
+        budget = check_whole_budget(budget)
+        heavy, recent = split_heavy_recent(budget, 0.5)
         fields = {"heavy": heavy, "recent": recent, "budget_unit": budget_unit}
         return cls._make(budget, fields | {"min_tokens": 0})
 
@@ -106,7 +107,8 @@ class Presets:
         that 2.2 times as many fit as in bfloat16. (Values take eight bits too if the head dimension
         is not a multiple of 32.)
         """
-        return cls._make(budget, robust_fields(check_whole_budget(budget), budget_unit))
+        budget = check_whole_budget(budget)
+        return cls._make(budget, robust_fields(budget, budget_unit))
 
     @classmethod
     def calibrated(
@@ -130,7 +132,8 @@ class Presets:
         layers and heads, the heavy hitters are the keys with the highest echo
         (`head_shares="echo"`). Decode steps work as in `robust`.
         """
-        return cls._make(budget, echo_fields(check_whole_budget(budget), budget_unit))
+        budget = check_whole_budget(budget)
+        return cls._make(budget, echo_fields(budget, budget_unit))
 
     @classmethod
     def full(cls) -> Self:

@@ -16,8 +16,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from h2o.arguments.plain_values import check_count, check_fractions, is_number
+from h2o.config.head_budgets import check_share
 from h2o.model_identity import attention_difference, difference
-from h2o.number_checks import is_integer, is_number
 from h2o.utils.filesystem import atomic_write
 
 KIND = "h2o profile"
@@ -58,12 +59,9 @@ class Profile:
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        put(self, "fractions", tuple(float(x) for x in self.fractions))
-        put(
-            self,
-            "shares",
-            tuple(tuple(tuple(float(x) for x in row) for row in table) for table in self.shares),
-        )
+        put(self, "fractions", tuple(check_fractions("fractions", self.fractions, zero=False)))
+        put(self, "shares", tuple(map(_check_table, self.shares)))
+        put(self, "window", check_count("window", self.window))
         put(self, "texts", tuple(self.texts))
         for name in ("model", "weights", "settings", "versions"):
             if not isinstance(getattr(self, name), Mapping):
@@ -71,8 +69,6 @@ class Profile:
         for name, numbers in self.weights.items():
             if not isinstance(numbers, list | tuple) or not all(map(is_number, numbers)):
                 raise TypeError(f"weights of {name} must be a list of numbers, not {numbers!r}")
-        if not is_integer(self.window) or self.window < 1:
-            raise ValueError(f"window must be a number of tokens, not {self.window!r}")
         bounds = zip((0.0, *self.fractions), self.fractions, strict=False)
         if not self.fractions or not all(a < b <= 1 for a, b in bounds):
             raise ValueError(
@@ -86,9 +82,6 @@ class Profile:
         shapes = {tuple(map(len, table)) for table in self.shares}
         if len(shapes) != 1 or not all(next(iter(shapes))):
             raise ValueError("shares: all tables must have the same layers and heads, none empty")
-        for table in self.shares:
-            if not all(math.isfinite(x) and x > 0 for row in table for x in row):
-                raise ValueError("shares must be positive numbers")
 
     def __hash__(self) -> int:
         return hash((self.fractions, self.shares))
@@ -110,8 +103,7 @@ class Profile:
         Args:
             budget_fraction: the budget as a fraction of the text, above 0.
         """
-        if not budget_fraction > 0:
-            raise ValueError(f"budget_fraction must be above 0, not {budget_fraction!r}")
+        budget_fraction = check_share("budget_fraction", budget_fraction)
         after = bisect.bisect_left(self.fractions, budget_fraction)
         if after == 0 or after == len(self.fractions):
             return _normalize(self.shares[min(after, len(self.fractions) - 1)])
@@ -198,6 +190,11 @@ class Profile:
                 continue
             return profile
         return None
+
+
+def _check_table(table: Any) -> tuple[tuple[float, ...], ...]:
+    """Shares at one budget, [layers][heads]."""
+    return tuple(tuple(check_share("shares", x) for x in row) for row in table)
 
 
 REMEDY = "Run h2o calibrate on this model"

@@ -26,6 +26,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from h2o import compat, models
+from h2o.arguments.plain_values import check_count
 from h2o.config import PARAMETERS, H2OConfig
 from h2o.evaluation import needles, protocols, windows
 from h2o.evaluation.model_fit import check_supported
@@ -143,6 +144,7 @@ class H2OLM(HFLM):
         masks do not exist. TypeError for anything but a `Setting`.
         """
         check(setting, protocol, prompt_length)
+        prompt_length = check_count("prompt_length", prompt_length)
         if protocol != "simulate":
             check_no_tuned_prompt(self.model, f"protocol={protocol}")
         if protocol != "simulate" or setting.variant != "full":

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from h2o.arguments.plain_values import is_integer
 from h2o.errors import UserError
 from h2o.evaluation import protocols
 from h2o.evaluation.facts import KINDS, SUBJECTS, Fact
@@ -149,8 +150,8 @@ def parse_kinds(facts: str | Sequence[str]) -> list[str]:
 
 def check_decoys(decoys: int, kinds: Sequence[str]) -> None:
     """Raise UserError unless the kinds have enough different questions for so many decoys."""
-    if decoys < 0:
-        raise UserError(f"--decoys {decoys}: must be at least 0")
+    if not is_integer(decoys) or decoys < 0:
+        raise UserError(f"--decoys {decoys}: must be an integer of at least 0")
     is_twice = any(a == b for a, b in itertools.pairwise([*kinds, kinds[0]]))
     most = SUBJECTS // (2 if is_twice else 1) - 1
     if decoys > most:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from h2o.arguments.plain_values import check_choice, check_count
 from h2o.compat import with_cache
 from h2o.compat_calls import ModelCall
 from h2o.evaluation.published_masks import MASKS
@@ -69,8 +70,8 @@ def check(setting: Setting, protocol: str, prompt_length: int) -> None:
             f"h2o.evaluation.published_masks.MASKS, only {', '.join(MASKS)}. Add yours: "
             f"MASKS[{setting.variant!r}] = ..."
         )
-    if protocol not in PROTOCOLS:
-        raise ValueError(f"protocol must be simulate, drop or read, not {protocol!r}")
+    check_choice("protocol", protocol, PROTOCOLS)
+    prompt_length = check_count("prompt_length", prompt_length)
     if setting.reads_twice and protocol != "read":
         raise ValueError(f"{setting.why_no_cache}; use protocol=read")
     if protocol != "simulate":

@@ -7,6 +7,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
+from h2o.arguments.plain_values import check_choice
 from h2o.budgets import BudgetUnit, parse_amount
 from h2o.config import PRESETS, H2OConfig, check_config
 from h2o.config.head_budgets import NAMED
@@ -197,8 +198,7 @@ def from_options(variant: str = "h2o", **policy: Any) -> Setting:
         if policy:
             raise ValueError(f"variant full keeps every key: {next(iter(policy))} has no meaning")
         return parse("full")
-    if variant not in ("h2o", *VARIANTS):
-        raise ValueError(f"variant must be full, h2o, {', '.join(VARIANTS)}, not {variant!r}")
+    check_choice("variant", variant, ("full", "h2o", *VARIANTS))
     if isinstance(policy.get("head_shares"), str):
         policy["head_shares"] = load_shares(policy["head_shares"])
     return from_config(H2OConfig(**{"min_tokens": 0} | policy), variant)

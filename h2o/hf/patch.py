@@ -255,7 +255,8 @@ def enable(
 
     A cache that the caller passes is used instead, and `use_cache=False` is respected. Calls may
     come from several threads; each call has its own cache. With `guidance_scale` the text without
-    the prompt keeps a full cache. `disable` undoes the latest `enable`.
+    the prompt keeps a full cache. A second `enable` of a model replaces the first, until `disable`
+    undoes it: `disable` undoes the latest `enable`.
 
     Args:
         model: a causal language model of transformers, or a PEFT model around one.

@@ -61,6 +61,12 @@ def config_of(model: Any) -> Any:
     return config
 
 
+def vocabulary_of(model: Any) -> float:
+    """Number of token ids of a model, by its config; infinity if the config does not say."""
+    text = config_of(model).get_text_config(decoder=True)
+    return getattr(text, "vocab_size", math.inf)
+
+
 def describe(config: Any, layer_type: str = "full_attention") -> dict[str, Any]:
     """Shape of a model from its config. If layers differ, the shape of those of `layer_type`.
     Entries that the config does not have are left out."""

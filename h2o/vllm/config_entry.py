@@ -7,10 +7,10 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from h2o.arguments.plain_values import check_choice, check_count
 from h2o.config import H2OConfig
 from h2o.config.profile import Profile
 from h2o.hf.modes import Mode, check_modes, config_modes
-from h2o.number_checks import is_integer
 
 WHOLE_PROMPTS = 2
 """Default number of prompts that are kept whole at a time. vLLM prefills one prompt in chunks after
@@ -81,15 +81,9 @@ def whole_prompts_of(entry: Mapping[str, Any]) -> int:
     needed besides the pages, but evictions depend on where vLLM divides a prompt, and so on other
     requests.
 
-    Raises: ValueError for other values of "cut" and "whole_prompts".
+    Raises: TypeError, ValueError for other values of "cut" and "whole_prompts".
     """
-    cut = entry.get("cut", "prompt")
-    if cut not in ("prompt", "chunk"):
-        raise ValueError(f'cut must be "prompt" or "chunk", not {json.dumps(cut, default=str)}')
-    buffers = entry.get("whole_prompts", WHOLE_PROMPTS)
-    if not is_integer(buffers) or buffers < 1:
-        raise ValueError(
-            "whole_prompts must be an integer of at least 1, not "
-            f'{json.dumps(buffers, default=str)}; "cut": "chunk" keeps no prompt whole'
-        )
+    cut = check_choice("cut", entry.get("cut", "prompt"), ("prompt", "chunk"))
+    hint = '"cut": "chunk" keeps no prompt whole'
+    buffers = check_count("whole_prompts", entry.get("whole_prompts", WHOLE_PROMPTS), hint=hint)
     return 0 if cut == "chunk" else buffers

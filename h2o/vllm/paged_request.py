@@ -10,10 +10,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from h2o.arguments.plain_values import check_count
 from h2o.budgets import check_amount
 from h2o.config import H2OConfig
-from h2o.number_checks import is_integer
-from h2o.spans import Row, merge_spans, parse_spans
+from h2o.spans import Row, check_spans, parse_spans
 
 PINS = "h2o_pinned"
 """Argument in `vllm_xargs`: spans as text, 0:40,100:120, or as pairs of numbers; or "prompt" """
@@ -72,16 +72,13 @@ def prefix_tokens(arguments: Mapping[str, Any], prompt: int) -> int:
     """Number of tokens of a prompt's prefix: `h2o_prefix` or `h2o_context` in a request's
     `vllm_xargs`. 0 if there is neither, or if the whole prompt of `prompt` tokens is not longer.
 
-    Raises: ValueError for a value that is not a number of tokens, and if both are given.
+    Raises: TypeError, ValueError for a value that is not a number of tokens, and if both are given.
     """
     said = {name: arguments[name] for name in (PREFIX, CONTEXT) if arguments.get(name) is not None}
     if len(said) > 1:
         raise ValueError(f"{PREFIX} and {CONTEXT} both say where a prompt is cut: pass only one")
-    for name, prefix in said.items():
-        if not is_integer(prefix) or prefix < 1:
-            raise ValueError(
-                f"{name} must be a number of tokens from 1, such as 40, not {prefix!r}"
-            )
+    for name, value in said.items():
+        prefix = check_count(name, value)
         return prefix if prefix < prompt else 0
     return 0
 
@@ -115,7 +112,7 @@ def with_pins(config: H2OConfig, arguments: dict[str, Any], prompt: int | None =
         return []
     if config.decay < 1:
         raise ValueError(f"{PINS}: the server's scores must not decay; start it with decay=1")
-    pinned = parse_spans(pinned) if isinstance(pinned, str) else _merge_pairs(pinned)
+    pinned = parse_spans(pinned) if isinstance(pinned, str) else check_spans(PINS, pinned)
     if pinned == "system":
         raise ValueError(
             f"{PINS}: this process does not see chats, so pass the system turn as a span such as "
@@ -128,16 +125,3 @@ def with_pins(config: H2OConfig, arguments: dict[str, Any], prompt: int | None =
         part = "prefix" if prefix_tokens(arguments, prompt + 1) else "prompt"
         raise ValueError(f"{PINS} ends at token {pinned[-1][1]}, but the {part} has {prompt}")
     return pinned
-
-
-def _merge_pairs(pinned: Any) -> Row:
-    """Convert pairs of numbers to spans. Raises: ValueError for anything else."""
-    try:
-        pairs = [(start, stop) for start, stop in pinned]
-        if not all(is_integer(x) for pair in pairs for x in pair):
-            raise TypeError
-    except (TypeError, ValueError):
-        raise ValueError(
-            f'{PINS} must be spans of tokens as text, such as "0:40,100:120", not {pinned!r}'
-        ) from None
-    return merge_spans(pairs)

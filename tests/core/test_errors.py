@@ -165,10 +165,12 @@ def test_slots_take_whole_numbers():
     keys = np.zeros((1, 2, 3, 4), np.float32)
     assert ops.new_slots(keys, np.int64(5), np.int64(2)).keys.shape == (1, 2, 5, 4)
     for wrong in ({"capacity": 1.5}, {"capacity": [2, 1.5]}, {"heavy": 0.5}, {"recent": 0.5}):
-        with pytest.raises(TypeError, match="'float' object"):
+        with pytest.raises(TypeError, match="expected an integer"):
             ops.new_slots(keys, **{"capacity": 3, **wrong})
     for name, wrong in itertools.product(("heavy", "recent"), (-1, 2**31)):
-        with pytest.raises(ValueError, match=f"^{name} must be from 0 to 2147483647 tokens, not"):
+        with pytest.raises(
+            ValueError, match=f"^{name} is .*; expected an integer from 0 to 2147483647"
+        ):
             ops.new_slots(keys, **{"capacity": 3, name: wrong})
 
 

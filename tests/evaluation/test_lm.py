@@ -267,10 +267,10 @@ def test_a_fraction_of_a_short_question_is_one_token(lm, protocol):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"protocol": "guess"}, "protocol must be simulate, drop or read"),
+        ({"protocol": "guess"}, 'expected "simulate", "drop" or "read"'),
         ({"protocol": "drop", "variant": "local", "heavy": 4}, "a mask, not a cache"),
         ({"protocol": "drop", "prompt_length": 4}, "requires protocol=simulate"),
-        ({"variant": "best"}, "variant must be full, h2o, local"),
+        ({"variant": "best"}, 'expected "full", "h2o", "local"'),
         ({"batch_size": -1}, "batch_size must be a number from 1 or auto, not -1"),
         ({"batch_size": "0"}, "batch_size must be a number from 1 or auto, not 0"),
         ({"batch_size": "many"}, "batch_size must be a number from 1 or auto, not many"),

@@ -190,7 +190,7 @@ def test_shares_and_errors():
         (["--lengths", "many"], 1, "--lengths many"),
         (["--lengths", "0"], 1, "--lengths 0"),
         (["--facts", "gates"], 1, "unknown; choose from all, number, place"),
-        (["--decoys", "-1"], 1, "--decoys -1: must be at least 0"),
+        (["--decoys", "-1"], 1, "--decoys -1: must be an integer of at least 0"),
         (["--decoys", "8"], 1, "Up to 15 fit with --facts number,place"),
         (["--limit", "0.5"], 1, "--limit 0.5: must be a number of texts"),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -125,7 +127,7 @@ def test_chats_without_a_system_message():
 
 @pytest.mark.parametrize("messages", ["Answer briefly.", SYSTEM, {}, None])
 def test_something_else_than_a_chat(messages):
-    with pytest.raises(TypeError, match=f"a list of messages .* not a {type(messages).__name__}"):
+    with pytest.raises(TypeError, match=r"messages is .*; expected .* a list of messages"):
         h2o.system_span(with_template(TURNS), messages)
 
 
@@ -256,14 +258,31 @@ def test_messages_that_are_no_text():
     assert tokenizer.decode(ids[0, len(out) :]) == "<user>Hi\n<assistant>"
 
 
+def test_a_misspelt_argument_of_the_template():
+    """A template silently ignores what it does not read, so the turn would have no tools."""
+    tokenizer = with_template(chat_templates.THOUGHTS)
+    for name, meant in (("tool", "tools"), ("enable_thinkin", "enable_thinking")):
+        words = f"{name}: the chat template does not read it. Did you mean {meant}?"
+        for call in (
+            lambda **more: h2o.system_span(tokenizer, CHAT, **more),
+            lambda **more: h2o.next_turn(tokenizer, [5, 6], "Hi", **more),
+        ):
+            with pytest.raises(TypeError, match=re.escape(words)):
+                call(**{name: None})
+    plain = with_template(TURNS)
+    assert h2o.system_span(plain, CHAT, enable_thinking=False) == h2o.system_span(plain, CHAT)
+    named = with_template({"default": TURNS, "tool_use": chat_templates.THOUGHTS})
+    assert h2o.system_span(named, CHAT, tools=[TOOL], enable_thinking=False)
+
+
 def test_turns_that_cannot_be_appended():
     tokenizer = with_template(TURNS)
     ids = torch.tensor([[5, 6]])
     for wrong, kind, word in [
-        (torch.tensor([[5], [6]]), ValueError, "each row"),
-        ([], ValueError, "no tokens"),
+        (torch.tensor([[5], [6]]), ValueError, "for one chat"),
+        ([], ValueError, "has 0 tokens"),
         (torch.tensor([[0.5]]), TypeError, "float"),
-        ("a text", TypeError, "ids is a str"),
+        ("a text", TypeError, "ids is 'a text'"),
         ({"input_ids": ids}, TypeError, r"out\.sequences"),
     ]:
         with pytest.raises(kind, match=word):

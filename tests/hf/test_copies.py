@@ -41,8 +41,8 @@ def test_a_copy_goes_on_with_what_it_is_asked():
     for fork in (cache.fork(), copy.copy(cache)):
         ours(prompts(9)[0], **with_cache(fork))
         assert (fork.get_seq_length(), cache.get_seq_length()) == (49, 40)
-    for rows in (0, True, 1.5):
-        with pytest.raises(ValueError, match=f"rows is {rows}; expected an integer of at least 1"):
+    for rows, error in ((0, ValueError), (True, TypeError), (1.5, TypeError)):
+        with pytest.raises(error, match=f"rows is {rows}; expected an integer of at least 1"):
             cache.fork(rows=rows)
 
 

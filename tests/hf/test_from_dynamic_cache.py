@@ -356,9 +356,9 @@ def test_what_cannot_be_taken_over(make, error, words):
 @pytest.mark.parametrize(
     ("mask", "error", "words"),
     [
-        (torch.ones(2, 7), ValueError, r"shape \[2, 7\], wanted \[2, 6\]"),
-        (torch.ones(2, 1, 6, 6), ValueError, r"wanted \[2, 6\]"),
-        (torch.zeros(2, 6), TypeError, "bool or integers"),
+        (torch.ones(2, 7), ValueError, r"shape \[2, 7\]; expected a mask \[2, 6\]"),
+        (torch.ones(2, 1, 6, 6), ValueError, r"expected a mask \[2, 6\]"),
+        (torch.full((2, 6), -torch.inf), ValueError, "other values than 0 and 1"),
     ],
 )
 def test_masks_that_do_not_fit(mask, error, words):

@@ -56,14 +56,14 @@ def test_parts_go_with_the_shares():
     [
         (0.5, TypeError, "numbers \\[layers, key/value heads\\]"),
         ([0.5, 1.0], TypeError, "numbers \\[layers, key/value heads\\]"),
-        ("heads.json", TypeError, "h2o.Profile.load\\(path\\).*not 'heads.json'"),
+        ("heads.json", TypeError, r"is 'heads.json'; expected .*h2o.Profile.load\(path\)"),
         ([[1.0], [1.0, 2.0]], ValueError, "same number of heads"),
         ([[]], ValueError, "same number of heads"),
-        ([[1.0, 0.0]], ValueError, "shares\\[0\\]\\[1\\] is 0.0, wanted a positive number"),
+        ([[1.0, 0.0]], ValueError, r"shares\[0\]\[1\] is 0.0; expected a positive number"),
         ([[1.0, float("nan")]], ValueError, "positive number"),
-        ([[1.0, True]], ValueError, r"shares\[0\]\[1\] is True, wanted a positive number"),
-        (np.ones((2, 2), bool), ValueError, "is True, wanted a positive number"),
-        ([[1.0, "2"]], ValueError, "is '2', wanted a positive number"),
+        ([[1.0, True]], TypeError, r"shares\[0\]\[1\] is True; expected a positive number"),
+        (np.ones((2, 2), bool), TypeError, "is True; expected a positive number"),
+        ([[1.0, "2"]], TypeError, "is '2'; expected a positive number"),
     ],
 )
 def test_what_is_no_table_of_shares(shares, error, message):

@@ -198,7 +198,7 @@ def test_a_config_in_the_place_of_a_cache():
 )
 def test_a_text_in_the_place_of_a_flag(name, call):
     """Python takes the text "no" for true."""
-    with pytest.raises(TypeError, match=f"{name} must be True or False, not 'no'"):
+    with pytest.raises(TypeError, match=f"{name} is 'no'; expected True or False"):
         call(model("llama"), **SMALL, **{name: "no"})
 
 

@@ -13,15 +13,23 @@ from typing import Any, Literal
 
 from typing_extensions import Unpack
 
+from h2o.arguments.plain_values import check_count, check_flag, check_seed, wrong
 from h2o.config import H2OConfig, resolve_config
 from h2o.config.fields import ConfigFields, Pinned
 from h2o.hf.batching.batch_scheduler import Scheduler
 from h2o.hf.batching.prefix import check_prefix
-from h2o.hf.batching.request import Prompt, Result, Settings, check_generation, check_tokenizer
+from h2o.hf.batching.request import (
+    Prompt,
+    Request,
+    Result,
+    Settings,
+    check_generation,
+    check_tokenizer,
+)
 from h2o.hf.batching.row_batch import RowBatch
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.chat.chat_template import check_template_arguments
-from h2o.number_checks import check_count, check_flag, check_seed
+from h2o.spans import check_pinned
 
 
 def generate_all(
@@ -96,14 +104,19 @@ def generate_all(
     if isinstance(prefix, H2OCache) and h2o_config is None and not parameters:
         h2o_config = prefix.config
     config = resolve_config(h2o_config, parameters, generate_all).for_model(model)
-    check_count("rows", rows)
+    rows = check_count("rows", rows)
     if max_new_tokens is not None:
-        check_count("max_new_tokens", max_new_tokens)
-    check_seed(seed)
-    check_flag("as_completed", as_completed)
-    check_flag("compileable", compileable)
-    if isinstance(prompts, str | Mapping):
+        max_new_tokens = check_count("max_new_tokens", max_new_tokens)
+    seed = check_seed(seed)
+    as_completed = check_flag("as_completed", as_completed)
+    compileable = check_flag("compileable", compileable)
+    check_pinned(pinned, ("prompt", "system"))
+    if isinstance(prompts, str | Mapping | Request):
         raise ValueError(f"prompts is a single {type(prompts).__name__}; pass a list of prompts")
+    if not isinstance(prompts, Iterable):
+        raise TypeError(wrong("prompts", prompts, "a list of prompts"))
+    if on_token is not None and not callable(on_token):
+        raise TypeError(wrong("on_token", on_token, "a function (index, token)"))
     check_generation(generation_config)
     check_template_arguments({} if chat_template_kwargs is None else chat_template_kwargs)
     check_tokenizer(tokenizer, prompts if isinstance(prompts, Sequence) else ())

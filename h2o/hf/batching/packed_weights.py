@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from h2o import compat
+from h2o.arguments.plain_values import wrong
 from h2o.compat_wrappers import layers_by_base, merged_state
 from h2o.hf.model_traits.weight_sums import weight_sum
 from h2o.utils.with_block import with_block
@@ -39,6 +40,8 @@ def packed_weights(model: nn.Module) -> Iterator[int]:
     Yields:
         The bytes of the copies, which are freed after the block.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(wrong("model", model, "a model of torch or transformers"))
     forwards, hooks = [], []
     try:
         if compat.has_packed_linear():

@@ -24,10 +24,12 @@ from transformers.generation import (
     StopStringCriteria,
 )
 
+from h2o.arguments.plain_values import check_count, check_seed, is_list, wrong
+from h2o.arguments.torch_values import check_ids
 from h2o.compat import with_cache
 from h2o.compat_calls import ModelCall
 from h2o.compat_wrappers import num_virtual_tokens
-from h2o.config import H2OConfig
+from h2o.config import H2OConfig, check_config
 from h2o.errors import UnsupportedError
 from h2o.hf.batching.prefix import check_prompt
 from h2o.hf.cache.cache import H2OCache
@@ -39,7 +41,7 @@ from h2o.hf.model_traits.wrappers import check_pins, input_device, model_after_p
 from h2o.hf.modes import Mode, check_modes
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope, positions_after
 from h2o.hf.support import text_config_of
-from h2o.number_checks import check_count, check_seed
+from h2o.model_identity import vocabulary_of
 
 Prompt = Any  # a text, a chat, token ids, or a Request with one of them
 
@@ -134,26 +136,8 @@ class Settings:
         """Token ids [1, n] of a request's prompt."""
         how = self.template_kwargs_of(request)
         prompt = tokenize(request.prompt, self.tokenizer, how)
-        if prompt is None or isinstance(prompt, Mapping):
-            raise ValueError(
-                f"the prompt is a {type(prompt).__name__}; expected a text, a chat, or token ids "
-                'such as tokenizer(text)["input_ids"]'
-            )
-        ids = torch.as_tensor(prompt, device="cpu")
-        if ids.numel() == 0:
-            raise ValueError("the prompt has no tokens")
-        is_one_text = ids.ndim in (1, 2) and ids.numel() == ids.shape[-1]
-        if ids.dtype.is_floating_point or ids.dtype == torch.bool or not is_one_text:
-            raise ValueError(
-                f"the prompt has shape {tuple(ids.shape)} and {ids.dtype}; expected token ids [n]"
-            )
-        ids = ids.reshape(1, -1).to(torch.long)  # torch cannot compare uint16
-        known = getattr(self.model.config.get_text_config(decoder=True), "vocab_size", math.inf)
-        if int(ids.min()) < 0 or int(ids.max()) >= known:  # on a GPU all later calls would fail
-            raise ValueError(
-                f"the prompt has token ids {int(ids.min())} to {int(ids.max())}, outside the "
-                f"vocabulary of {known}"
-            )
+        known, hint = vocabulary_of(self.model), 'or a text, a chat, tokenizer(text)["input_ids"]'
+        ids = check_ids("the prompt", prompt, one_row=True, vocabulary=known, hint=hint)
         return ids.to(input_device(self.model))
 
     def make_decoding_arguments(
@@ -167,11 +151,14 @@ class Settings:
                 limit = None  # an argument of generate() would replace the request's own number
         check_generation(settings)
         if request.max_new_tokens is not None:
-            check_count("max_new_tokens", limit := request.max_new_tokens)
+            limit = check_count("max_new_tokens", request.max_new_tokens)
         more: dict[str, Any] = {} if limit is None else {"max_new_tokens": limit}
         if self._setting(settings, "cache_implementation") is not None:
             more["cache_implementation"] = None  # of the checkpoint; generate() has the H2OCache
-        criteria = StoppingCriteriaList(request.stopping_criteria)
+        given = request.stopping_criteria
+        if not is_list(given) or not all(map(callable, given)):
+            raise TypeError(wrong("stopping_criteria", given, "a list of transformers' criteria"))
+        criteria = StoppingCriteriaList(given)
         strings = self._setting(settings, "stop_strings")
         if strings is not None:  # with custom_generate, generate() finds no tokenizer
             if self.tokenizer is None:
@@ -199,6 +186,7 @@ class Settings:
         pinned = self.pins_of(request, ids)
         config = self.config
         if request.config is not None:
+            check_config(request.config)
             config = request.config.for_model(self.model)
             config = get_plan(self.model, text_config_of(self.model.config), config).h2o_config
             names = ("budget", "heavy", "recent", "budget_unit")
@@ -231,10 +219,8 @@ def check_tokenizer(tokenizer: Any, prompts: Sequence[Prompt]) -> None:
     """Raise ValueError if all prompts need a tokenizer and there is none, and TypeError for
     something else in its place."""
     if tokenizer is not None and not callable(tokenizer):
-        raise TypeError(
-            f"tokenizer is {tokenizer!r}; expected a tokenizer of transformers, such as "
-            "AutoTokenizer.from_pretrained(name)"
-        )
+        expected = "a tokenizer of transformers, such as AutoTokenizer.from_pretrained(name)"
+        raise TypeError(wrong("tokenizer", tokenizer, expected))
     if tokenizer is None and prompts:
         plain = (prompt.prompt if isinstance(prompt, Request) else prompt for prompt in prompts)
         if all(isinstance(prompt, str) or is_chat(prompt) for prompt in plain):
@@ -242,13 +228,11 @@ def check_tokenizer(tokenizer: Any, prompts: Sequence[Prompt]) -> None:
 
 
 def check_generation(settings: Any) -> None:
-    """Raise ValueError unless a user's generation config is one, and UnsupportedError for fields
+    """Raise TypeError unless a user's generation config is one, and UnsupportedError for fields
     that would have no effect."""
     if not isinstance(settings, GenerationConfig | None):
-        raise ValueError(
-            f"generation_config is a {type(settings).__name__}; expected a "
-            "transformers.GenerationConfig, such as GenerationConfig(do_sample=True)"
-        )
+        expected = "a transformers.GenerationConfig, such as GenerationConfig(do_sample=True)"
+        raise TypeError(wrong("generation_config", settings, expected))
     if getattr(settings, "use_cache", None) is False:
         raise UnsupportedError(
             "generation_config has use_cache=False, but generate_all always uses an H2OCache: "
@@ -303,11 +287,9 @@ class ActiveRequest:
             )
         if (self.generation_config.num_return_sequences or 1) > 1:
             raise UnsupportedError("num_return_sequences is above 1: repeat the prompt instead")
-        if request.seed is not None:
-            check_seed(request.seed)
+        at = settings.seed + index if request.seed is None else check_seed(request.seed)
         self.generator = None
         if self.generation_config.do_sample:
-            at = settings.seed + index if request.seed is None else int(request.seed)
             self.generator = torch.Generator(input_device(settings.model)).manual_seed(at)
         self.new: list[int] = []
         self.finish_reason = ""

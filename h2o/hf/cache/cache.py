@@ -21,6 +21,8 @@ from transformers.cache_utils import Cache, DynamicCache
 from typing_extensions import Unpack
 
 from h2o import packages
+from h2o.arguments.plain_values import check_count
+from h2o.arguments.torch_values import check_device, check_rows
 from h2o.config import H2OConfig, resolve_config
 from h2o.config.fields import CacheFields, ConfigFields, Pinned, PromptLength
 from h2o.hf.cache import cache_file
@@ -31,7 +33,6 @@ from h2o.hf.cache.from_dynamic_cache import import_dynamic_cache
 from h2o.hf.cache_state import recurrent_states
 from h2o.hf.cache_state.pass_guard import NUMBER_LAYERS, PassGuard
 from h2o.hf.cache_state.pins import Pins
-from h2o.hf.cache_state.slot_layout import row_numbers
 from h2o.hf.layers import crop
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.model_traits.layer_kinds import (
@@ -44,7 +45,6 @@ from h2o.hf.model_traits.layer_kinds import (
 from h2o.hf.model_traits.wrappers import check_pins, unwrap
 from h2o.hf.modes import Mode, check_modes, config_modes
 from h2o.hf.support import split_modes, text_config_of
-from h2o.number_checks import check_count
 
 
 class H2OCache(CacheInspection):
@@ -161,10 +161,9 @@ class H2OCache(CacheInspection):
                 Needed if rows are padded, because padding keys cannot be told from real ones.
 
         Raises:
-            TypeError: `cache` is not a DynamicCache, its dtype is not supported, or
-                `attention_mask` is floating point.
+            TypeError: `cache` is not a DynamicCache, or its dtype is not supported.
             ValueError: as for `H2OCache`; the DynamicCache is empty or belongs to another model;
-                `attention_mask` has the wrong shape.
+                `attention_mask` has another shape, or values other than 0 and 1.
         """
         converted = cls(config, h2o_config, **parameters)
         check_modes({Mode.FROM_DYNAMIC, *config_modes(converted.config)})
@@ -188,9 +187,9 @@ class H2OCache(CacheInspection):
 
         Raises:
             RuntimeError: a forward pass was interrupted, or another thread is still running one.
-            ValueError: `rows` is not an integer of at least 1.
+            TypeError, ValueError: `rows` is not an integer of at least 1.
         """
-        check_count("rows", rows)
+        rows = check_count("rows", rows)
         with self._copying():
             fork = copy.deepcopy(self)
         if rows != 1:
@@ -244,6 +243,7 @@ class H2OCache(CacheInspection):
                 which.
             OSError: the file does not exist or cannot be read.
         """
+        device = None if device is None else check_device("device", device)
         return cache_file.read(cls, Path(path), model, device)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -375,13 +375,14 @@ class H2OCache(CacheInspection):
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor | Sequence[int]) -> None:
-        """Keep only these rows, in this order. `indices`: integers [n] or a bool mask [B]."""
-        rows = row_numbers(indices)
+        """Keep only these rows, in this order. `indices`: integers [n] or a bool mask [B]. Raises
+        TypeError and ValueError for anything else, before anything has changed."""
+        rows = check_rows("indices", indices)
         self._change_rows(lambda x: x[rows.to(x.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each batch row `repeats` times, in every layer."""
-        check_count("repeats", repeats)
+        repeats = check_count("repeats", repeats)
         self._change_rows(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def _change_rows(self, change: Callable[[Tensor], Tensor]) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from typing_extensions import Self
 
+from h2o.arguments.plain_values import check_index
 from h2o.compat import window_of
 from h2o.config import PARAMETERS, H2OConfig
 from h2o.hf.cache_state import recurrent_states
@@ -218,12 +219,8 @@ class CacheInspection(Cache):
             raise in_use_elsewhere()
 
     def _h2o_layer(self, layer: int) -> H2OLayer:
-        try:
-            found = self.layers[layer]
-        except IndexError:
-            raise IndexError(
-                f"there is no layer {layer}: the cache has layers 0 to {len(self.layers) - 1}"
-            ) from None
+        layer = check_index("layer", layer, len(self.layers), "layer")
+        found = self.layers[layer]
         if not isinstance(found, H2OLayer):
             raise ValueError(
                 f"layer {layer} {_OTHERS[str(kind_of(found))]}. The layers of h2o are "

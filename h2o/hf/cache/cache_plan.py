@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
+from h2o.arguments.plain_values import check_flag
 from h2o.budgets import layer_amount
 from h2o.config import H2OConfig
 from h2o.config.layer_plan import LayerPlan
@@ -38,7 +39,6 @@ from h2o.hf.prompt.scorers import AttentionScorer
 from h2o.hf.rotary.model_rotary import ModelRotary, rotary_of
 from h2o.hf.support import Traits, check_settings, drops_cache_after, transformers_layers
 from h2o.model_identity import describe, settings_of
-from h2o.number_checks import check_flag
 
 
 class CachePlan:
@@ -91,8 +91,7 @@ class CachePlan:
             UnsupportedError: the settings cannot be combined.
             TypeError: one of them is not a bool.
         """
-        check_flag("trace", trace)
-        check_flag("compileable", compileable)
+        trace, compileable = check_flag("trace", trace), check_flag("compileable", compileable)
         more = {Mode.TRACE: trace, Mode.COMPILED: compileable}
         check_settings(self._traits, self.h2o_config, *(mode for mode in more if more[mode]))
         angles, echo = copy.copy(self._angles), copy.copy(self._echo)

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
+from h2o.arguments.torch_values import check_mask
 from h2o.errors import UnsupportedError
 from h2o.hf.cache_state import recurrent_states
 from h2o.hf.cache_state.pass_guard import PassGuard
@@ -44,7 +44,10 @@ def import_dynamic_cache(
             "spans (start, stop) of tokens"
         )
     B, n = _sizes(cache, layers)
-    mask = _mask(attention_mask, B, n)
+    mask = None
+    if attention_mask is not None:
+        columns = "a column for each token that the DynamicCache has seen, including padding"
+        mask = check_mask("attention_mask", attention_mask, (B, n), columns)
     rows = [RowState(None)]
     if guard.state.prompts is not None:
         lengths = prompt_lengths(guard.state.prompts, [n] * B)
@@ -118,19 +121,3 @@ def _sizes(cache: DynamicCache, layers: list[CacheLayerMixin]) -> tuple[int, int
         )
     n, B = sizes[0]
     return B, n
-
-
-def _mask(attention_mask: Any, B: int, n: int) -> Tensor | None:
-    """Check an attention mask and return it as [B, n] bool, or None."""
-    if attention_mask is None:
-        return None
-    is_tensor = isinstance(attention_mask, Tensor)
-    mask = attention_mask if is_tensor else torch.as_tensor(attention_mask, device="cpu")
-    if mask.shape != (B, n):
-        raise ValueError(
-            f"attention_mask has shape {list(mask.shape)}, wanted [{B}, {n}]: one row for each row "
-            "of the DynamicCache, one column for each token that it has seen, including padding"
-        )
-    if mask.is_floating_point():
-        raise TypeError(f"attention_mask is {mask.dtype}, wanted bool or integers, 0 at padding")
-    return mask.bool()

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from h2o.arguments.plain_values import check_index
+from h2o.arguments.torch_values import check_ids, check_mask
 from h2o.spans import PINNED
 
 
@@ -50,7 +52,8 @@ class Kept(NamedTuple):
         """
         if attention_mask is None:
             return self.positions
-        mask = torch.as_tensor(attention_mask, device=self.positions.device).bool()
+        B, where = len(self.positions), self.positions.device
+        mask = check_mask("attention_mask", attention_mask, (B, None), "that of the prompt", where)
         real = mask.sum(1)[:, None, None]
         order = (~mask).long().argsort(dim=1, stable=True)  # real columns first, in their order
         within = self.positions.clamp(min=0).minimum(real - 1).clamp(min=0)
@@ -147,18 +150,25 @@ class Kept(NamedTuple):
         """The scores of a row by position and head, and the text of each token of the row."""
         from h2o.utils.draw import pieces
 
+        B, G, _ = self.positions.shape
+        row = check_index("row", row, B, "row")
         positions, scores = self.positions[row].tolist(), self.scores[row].tolist()
-        heads = range(len(positions)) if head is None else [range(len(positions))[head]]
+        heads = range(G) if head is None else [check_index("head", head, G, "head")]
         held: dict[int, dict[int, float]] = {}
         for g in heads:
             for position, score in zip(positions[g], scores[g], strict=True):
                 if position >= 0:
                     held.setdefault(position, {})[g] = score
-        ids = torch.as_tensor(input_ids, device="cpu")
-        ids = ids if ids.ndim == 1 else ids[row]
+        given = check_ids("input_ids", input_ids)
+        if len(given) not in (1, B):
+            raise ValueError(f"input_ids has {len(given)} rows; expected [n] or [{B}, n]")
+        ids = given[row if len(given) == B else 0].cpu()
         if attention_mask is not None:
-            mask = torch.as_tensor(attention_mask, device="cpu")
-            mask = (mask if mask.ndim == 1 else mask[row]).bool()
+            if len(getattr(attention_mask, "shape", ())) == 1:
+                attention_mask = attention_mask[None]
+            wanted = len(given), None
+            masks = check_mask("attention_mask", attention_mask, wanted, "as input_ids", "cpu")
+            mask = masks[row if len(given) == B else 0]
             if len(mask) > len(ids):
                 raise ValueError(
                     f"attention_mask has {len(mask)} columns, more than the {len(ids)} of input_ids"
@@ -173,6 +183,7 @@ class Kept(NamedTuple):
 
     def _matrix(self, row: int) -> Tensor:
         """Scores by position: float32 [G, highest position + 1] on the CPU, NaN if not held."""
+        row = check_index("row", row, len(self.positions), "row")
         positions, scores = self.positions[row].cpu(), _cap_pinned_scores(self.scores[row].cpu())
         n = int(positions.max()) + 1 if positions.numel() else 0
         matrix = scores.new_full((len(positions), n + 1), torch.nan)

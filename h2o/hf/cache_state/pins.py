@@ -17,16 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from h2o.number_checks import is_integer
-from h2o.spans import PINNED, Row, count, merge_spans, runs
+from h2o.spans import PINNED, Row, check_pinned, count, runs
 
 LEAST_DECAY = 1e-30
 """For a smaller decay, infinity times the decay may not be infinity in float32."""
-
-_WANTED = (
-    "pinned must be spans [(start, stop), ...] in tokens, a list of such spans for each row, "
-    '"prompt", or a bool mask [rows, columns]'
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,29 +43,14 @@ class Pins:
             ValueError: a span is empty or begins before the text, or `decay` is too small to keep
                 the score infinity.
         """
-        if pinned is None:
-            return cls()
-        if decay < LEAST_DECAY:
+        given = check_pinned(pinned)
+        if pinned is not None and decay < LEAST_DECAY:
             raise ValueError(
                 f"decay={decay} erases scores, but pinned keys are marked by their score. Use "
                 f"decay={LEAST_DECAY} or more, or leave out pinned"
             )
-        if isinstance(pinned, str):
-            if pinned != "prompt":
-                raise ValueError(f"{_WANTED}, not {pinned!r}")
-            return cls(pinned)
-        values = pinned.tolist() if hasattr(pinned, "tolist") else pinned
-        if not _is_list(values):
-            raise TypeError(f"{_WANTED}, not {pinned!r:.80}")
-        are_bools = [_is_list(row) and set(map(type, row)) == {bool} for row in values]
-        if values and all(are_bools):
-            spans = [runs(i for i, x in enumerate(row) if x) for row in values]
-            return cls(tuple(spans), are_columns=True, columns=min(map(len, values)))
-        if all(map(_is_span, values)):
-            return cls((merge_spans(values),) if values else ())
-        if all(_is_list(row) and all(map(_is_span, row)) for row in values):
-            return cls(tuple(merge_spans(row) for row in values))
-        raise TypeError(f"{_WANTED}, not {pinned!r:.80}")
+        spans, *columns = given
+        return cls(spans if isinstance(spans, str) else tuple(spans), *columns)
 
     def __bool__(self) -> bool:
         """Whether the user pinned anything."""
@@ -170,14 +149,6 @@ class PinnedRows(NamedTuple):
 
 
 NOTHING_PINNED = PinnedRows(())
-
-
-def _is_list(x: Any) -> bool:
-    return isinstance(x, Sequence) and not isinstance(x, str)
-
-
-def _is_span(x: Any) -> bool:
-    return _is_list(x) and len(x) == 2 and all(map(is_integer, x))
 
 
 def _as_positions(rows: list[Row], mask: Tensor | None) -> list[Row]:

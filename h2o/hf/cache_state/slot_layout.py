@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -159,20 +159,6 @@ def enlarge(slots: ops.Slots, sizes: list[int], larger: list[int]) -> ops.Slots:
         for part, new in zip(before, heads(grown[name], slots, larger), strict=True):
             new[:, : part.shape[1]] = part
     return slots._replace(**grown, starts=starts)
-
-
-def row_numbers(indices: Tensor | Sequence[int]) -> Tensor:
-    """Numbers of batch rows, int64 [n], or the mask [B], which torch compares with the batch.
-
-    `indices`: integers [n] or a bool mask [B]. Raises ValueError for anything else, which would
-    select by another axis or round."""
-    rows = indices if isinstance(indices, Tensor) else torch.as_tensor(indices, device="cpu")
-    if rows.ndim != 1 or (rows.is_floating_point() and len(rows)):
-        raise ValueError(
-            "indices must be row numbers, such as [0, 2], or a bool mask with an entry for each "
-            f"row, not {indices!r}"
-        )
-    return rows if rows.dtype == torch.bool else rows.long()
 
 
 def change_rows(slots: ops.Slots, change: Callable[[Tensor], Tensor]) -> ops.Slots:

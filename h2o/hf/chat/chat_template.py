@@ -6,9 +6,14 @@ template writes into the system turn and around answers. Whoever renders a chat 
 
 from __future__ import annotations
 
+import difflib
+import functools
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from h2o.arguments.plain_values import is_list, wrong
 
 _NOT_FOR_TEMPLATES = {
     "continue_final_message", "conversation", "ids", "max_length", "messages", "padding",
@@ -18,22 +23,28 @@ _NOT_FOR_TEMPLATES = {
 """Arguments of `apply_chat_template`, and of the functions here, that are not for the template"""
 
 
+_OF_EVERY_TEMPLATE = ("tools", "documents", "add_generation_prompt", "chat_template")
+"""Arguments that `apply_chat_template` has itself"""
+
+
+class Misspelt(TypeError):
+    """The name of an argument that the chat template does not read."""
+
+
 def is_chat(prompt: Any) -> bool:
     """Whether a prompt is a list of messages."""
-    is_list = isinstance(prompt, Sequence) and len(prompt) > 0
-    return is_list and isinstance(prompt[0], Mapping)
+    is_messages = is_list(prompt) and all(isinstance(message, Mapping) for message in prompt)
+    return is_messages and len(prompt) > 0
 
 
 def check_template_arguments(arguments: Any) -> None:
     """Raise TypeError unless these are arguments for a chat template, by name."""
     if not isinstance(arguments, Mapping):
+        expected = 'the arguments of the chat template by name, such as {"enable_thinking": False}'
+        raise TypeError(wrong("chat_template_kwargs", arguments, expected))
+    if others := sorted(_NOT_FOR_TEMPLATES & set(arguments)):
         raise TypeError(
-            "the arguments of a chat template are a dict such as "
-            f'{{"enable_thinking": False}}, not a {type(arguments).__name__}'
-        )
-    if wrong := sorted(_NOT_FOR_TEMPLATES & set(arguments)):
-        raise TypeError(
-            f"{', '.join(wrong)}: not for the chat template. Leave it out, and pass only what the "
+            f"{', '.join(others)}: not for the chat template. Leave it out, and pass only what the "
             "template reads, such as tools=, documents= or enable_thinking="
         )
 
@@ -43,10 +54,12 @@ def arguments_of(
 ) -> Mapping[str, Any]:
     """Arguments of the chat template for one prompt: its own, or those that all prompts share.
 
-    Raises: ValueError if a prompt that is no chat has arguments of its own.
+    Raises: as `check_template_arguments`. ValueError if a prompt that is no chat has arguments of
+    its own.
     """
     if own is None:
         return shared
+    check_template_arguments(own)
     if not is_chat(prompt):
         raise ValueError("chat_template_kwargs needs a chat: pass a list of messages")
     return own
@@ -108,6 +121,37 @@ def _apply(
             "tokenizer.chat_template, or pass chat_template="
         )
     try:
+        _check_spelling(tokenizer, arguments)
         return tokenizer.apply_chat_template(messages, **how)
+    except Misspelt:
+        raise
     except Exception as error:  # an error of Jinja, or of anything that a template calls
         raise ValueError(f"the chat template cannot render this chat: {error}") from error
+
+
+def _check_spelling(tokenizer: Any, arguments: Mapping[str, Any]) -> None:
+    """Raise TypeError for a name that the template does not read, and that looks like one that it
+    reads or that every template has: the template would do without it. A name that looks like none
+    of them is left to the template, which may be one of several for which the arguments are."""
+    given, tools = arguments.get("chat_template"), arguments.get("tools")
+    template = given or getattr(tokenizer, "chat_template", None)
+    if hasattr(tokenizer, "get_chat_template"):  # knows which of several templates is meant
+        template = tokenizer.get_chat_template(given, tools)
+    names = (*_OF_EVERY_TEMPLATE, *_names_read(template)) if isinstance(template, str) else ()
+    for name in arguments.keys() - {*names}:
+        if close := difflib.get_close_matches(name, names, 1, cutoff=0.8):
+            raise Misspelt(f"{name}: the chat template does not read it. Did you mean {close[0]}?")
+
+
+@functools.lru_cache(maxsize=8)
+def _names_read(template: str) -> frozenset[str]:
+    """The variables that a template takes from its caller; none if it cannot be parsed."""
+    import jinja2
+    from jinja2 import meta
+
+    plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)  # transformers' own tag
+    try:
+        tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
+    except jinja2.TemplateSyntaxError:  # which rendering reports
+        return frozenset()
+    return frozenset(meta.find_undeclared_variables(tree))

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from h2o.arguments.plain_values import check_count, is_list, nested
+from h2o.arguments.torch_values import check_ids
 from h2o.hf.chat.chat_template import (
     common_beginning,
     contains_message,
@@ -68,7 +70,12 @@ def next_turn(
             tokenizer has no chat template, or the template raises an error or leaves out the answer
             or the user's message.
     """
-    held = _one_row(ids)
+    hint = (
+        "pass what generate() returns for one chat without padding: out, or out.sequences with "
+        "return_dict_in_generate=True"
+    )
+    held = check_ids("ids", ids, one_row=True, hint=hint)
+    stops = _end_tokens(tokenizer, eos_token_id)
     messages = _as_messages(message)
     answer = uuid.uuid4().hex  # occurs nowhere else
     chat = [_like(messages[0], "user", "x"), _like(messages[0], "assistant", answer)]
@@ -87,7 +94,6 @@ def next_turn(
     ends = _ends_of_turn(tokenizer, text[begin:], _end_of_chat(tokenizer, chat, answer, how))
     written = _characters_written(tokenizer, held, ends)
     new = _tokens_from(tokenizer, text, begin + written)
-    stops = _end_tokens(tokenizer, eos_token_id)
     stops |= {*new[:1]} & {*tokenizer.all_special_ids}  # a model may end its turn with a header
     if not written and int(held[0, -1]) in stops:
         held = held[:, :-1]
@@ -140,33 +146,11 @@ def _tokens_from(tokenizer: Any, text: str, begin: int) -> list[int]:
     return encode(tokenizer, text[begin:])[0]
 
 
-def _end_tokens(tokenizer: Any, more: int | Sequence[int] | None) -> set[int | None]:
-    given = more if isinstance(more, Sequence) else [more]
-    return {tokenizer.eos_token_id, *given} - {None}
-
-
-def _one_row(ids: Any) -> Tensor:
-    """`ids` as int64 [1, n]."""
-    if not isinstance(ids, Tensor | Sequence) or isinstance(ids, str):
-        raise TypeError(
-            f"ids is a {type(ids).__name__}; expected token ids [1, n], as generate() returns them "
-            "(out, or out.sequences with return_dict_in_generate=True)"
-        )
-    row = ids if isinstance(ids, Tensor) else torch.as_tensor(ids, device="cpu")
-    row = row[None] if row.ndim == 1 else row
-    if row.numel() == 0:
-        raise ValueError(
-            "ids has no tokens. Begin the chat with tokenizer.apply_chat_template(messages, "
-            'add_generation_prompt=True, return_tensors="pt")'
-        )
-    if row.dtype.is_floating_point or row.dtype == torch.bool:
-        raise TypeError(f"ids has dtype {row.dtype}; expected token ids, which are integers")
-    if row.ndim != 2 or len(row) != 1:
-        raise ValueError(
-            f"ids has shape {tuple(row.shape)}; expected [1, n], one chat. Call next_turn for each "
-            "row, with the row's padding removed"
-        )
-    return row.to(torch.long)
+def _end_tokens(tokenizer: Any, more: Any) -> set[int | None]:
+    """The end tokens of a tokenizer, and `more`: None, a token id, or a list of them."""
+    given = [] if more is None else nested(more)
+    given = given if is_list(given) else [given]
+    return {tokenizer.eos_token_id, *(check_count("eos_token_id", x, 0) for x in given)} - {None}
 
 
 def _as_messages(message: Any) -> list[Any]:

@@ -8,10 +8,18 @@ everything before the user's first word.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from h2o.hf.chat.chat_template import common_beginning, contains_message, encode, render
+from h2o.arguments.plain_values import is_list, wrong
+from h2o.arguments.torch_values import check_ids
+from h2o.hf.chat.chat_template import (
+    common_beginning,
+    contains_message,
+    encode,
+    is_chat,
+    render,
+)
 
 SYSTEM_ROLES = ("system", "developer")
 
@@ -41,16 +49,15 @@ def system_span(
         ValueError: the chat has no system message. Or its template puts no system turn at the
             beginning of the prompt, or `ids` begin with other tokens.
     """
-    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
-        raise TypeError(
-            "messages must be a chat, as a list of messages such as "
-            f'[{{"role": "system", "content": ...}}], not a {type(messages).__name__}'
-        )
+    if not is_list(messages) or (messages and not is_chat(messages)):
+        expected = 'a chat, as a list of messages such as [{"role": "system", "content": ...}]'
+        raise TypeError(wrong("messages", messages, expected))
     if not messages or messages[0].get("role") not in SYSTEM_ROLES:
         raise ValueError(
             "the chat has no system message to pin. Begin the chat with "
             '{"role": "system", "content": ...}, or leave out pinned'
         )
+    given = None if ids is None else check_ids("ids", ids, one_row=True)
     template_kwargs.pop("add_generation_prompt", None)  # it is for the end of the prompt
     text = render(tokenizer, messages, **template_kwargs)
     turn = _system_turn(tokenizer, messages, text, template_kwargs)
@@ -59,7 +66,9 @@ def system_span(
         beginning = encode(tokenizer, turn)[0]
     else:  # the last token may extend beyond the turn
         beginning = whole[: sum(start < len(turn) for start in starts)]
-    if (whole if ids is None else _as_list(ids))[: len(beginning)] != beginning:
+    if given is not None:
+        whole = given[0].tolist()
+    if whole[: len(beginning)] != beginning:
         raise ValueError(
             "the prompt does not begin with the tokens of its system turn. Pass the arguments with "
             "which the chat template made the prompt, such as tools= or enable_thinking=, or give "
@@ -99,9 +108,3 @@ def _rendered_or_empty(tokenizer: Any, messages: Sequence[Any], how: dict[str, A
         return render(tokenizer, messages, **how)
     except ValueError:
         return ""
-
-
-def _as_list(ids: Any) -> list[int]:
-    """Token ids of one prompt, given as a list or a tensor [n] or [1, n]."""
-    ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-    return ids[0] if len(ids) == 1 and isinstance(ids[0], list) else ids

@@ -24,6 +24,8 @@ from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import Unpack
 
 from h2o import compat
+from h2o.arguments.plain_values import check_choice, check_fraction, wrong
+from h2o.arguments.torch_values import check_ids, check_mask
 from h2o.compat_calls import ModelCall
 from h2o.config import H2OConfig, resolve_config
 from h2o.config.fields import ConfigFields, Pinned
@@ -44,7 +46,7 @@ from h2o.hf.modes import COUNTS_PADDING, Mode, check_modes, config_modes
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
 from h2o.hf.support import model_modes, transformers_layers
-from h2o.number_checks import is_integer, is_number
+from h2o.model_identity import vocabulary_of
 from h2o.policy import Policy
 
 REPEAT = "\n\nRepeat the previous context exactly.\n"
@@ -115,7 +117,7 @@ def compress_document(
         A cache that can be saved, forked and continued like any other.
 
     Raises:
-        TypeError: `input_ids` is not a tensor.
+        TypeError: `input_ids` or `repeat` are not token ids.
         UnsupportedError: h2o does not support the model, or the model uses prompt tuning or aLoRA.
             With two readings also if positions are cache-relative, or the model is cut over several
             processes.
@@ -125,39 +127,31 @@ def compress_document(
             leaves no positions of the model for its repetition. `repeat` or `by_attention` is given
             for a single reading.
     """
-    if not is_integer(readings) or readings not in (1, 2):
-        raise ValueError(f"readings must be 1 or 2, not {readings!r}")
+    readings = check_choice("readings", readings, (1, 2))
     for name, value in (("repeat", repeat), ("by_attention", by_attention)):
         if readings == 1 and value is not None:
             raise ValueError(f"{name} needs a second reading: pass readings=2, or leave out {name}")
-    if by_attention is not None and not (is_number(by_attention) and 0 <= by_attention <= 1):
-        raise ValueError(f"by_attention must be a fraction in [0, 1], not {by_attention!r}")
+    part = 0.5 if by_attention is None else check_fraction("by_attention", by_attention)
+    if progress is not None and not callable(progress):
+        raise TypeError(wrong("progress", progress, "a function (columns read, columns)"))
     check_no_tuned_prompt(model, "h2o.compress_document")
     config = resolve_config(h2o_config, parameters, compress_document).for_model(model)
-    if not isinstance(input_ids, Tensor):
-        raise TypeError(
-            f"input_ids must be a tensor [B, N], not {type(input_ids).__name__}: pass "
-            'tokenizer(document, return_tensors="pt").input_ids'
-        )
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    if mask.shape != input_ids.shape or input_ids.ndim != 2:
-        raise ValueError(
-            "input_ids and attention_mask must both have the shape [B, N], not "
-            f"{list(input_ids.shape)} and {list(mask.shape)}"
-        )
-    if input_ids.shape[1] == 0:
-        raise ValueError("input_ids has no tokens: the document is empty")
+    hint = 'pass tokenizer(document, return_tensors="pt").input_ids'
+    vocabulary = vocabulary_of(model)
+    ids = check_ids("input_ids", input_ids, vocabulary=vocabulary, hint=hint)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    if attention_mask is not None:
+        mask = check_mask("attention_mask", attention_mask, ids.shape, "as input_ids")
     if readings == 2:
         check_modes({Mode.REREADING, *config_modes(config), *model_modes(model)})
     device = input_device(model)
-    ids, mask = input_ids.to(device), mask.bool().to(device)
+    ids, mask = ids.to(device), mask.to(device)
     follows = bool((mask[:, :-1] & ~mask[:, 1:]).any())
     if follows and counts_padding(transformers_layers(model.config)):
         raise ValueError(f"attention_mask has padding after a token, and {COUNTS_PADDING}")
     progress = progress or (lambda done, columns: None)
     if readings == 2:
-        request = _request(REPEAT if repeat is None else repeat, tokenizer)
-        part = 0.5 if by_attention is None else by_attention
+        request = _request(REPEAT if repeat is None else repeat, tokenizer, vocabulary)
         return _Reader(model, ids, mask, progress).read_twice(config, request, part, pinned)
     cache = H2OCache(model.config, config, pinned=pinned)
     _forward(model, cache, ids, mask, mask[:, :0])
@@ -165,7 +159,7 @@ def compress_document(
     return cache
 
 
-def _request(repeat: str | Tensor, tokenizer: Any) -> Tensor:
+def _request(repeat: Any, tokenizer: Any, vocabulary: float) -> Tensor:
     """Token ids [1, n] of the request for the repetition."""
     if isinstance(repeat, str):
         if tokenizer is None:
@@ -173,7 +167,7 @@ def _request(repeat: str | Tensor, tokenizer: Any) -> Tensor:
                 "readings=2 needs the tokenizer: pass tokenizer=, or token ids as repeat="
             )
         repeat = tokenizer(repeat, add_special_tokens=False, return_tensors="pt")["input_ids"]
-    return torch.as_tensor(repeat, device="cpu").reshape(1, -1)
+    return check_ids("repeat", repeat, one_row=True, vocabulary=vocabulary).cpu()
 
 
 class _Reader:

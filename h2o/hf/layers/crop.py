@@ -7,12 +7,12 @@ copy and repeats the pass with the others. Assisted decoding needs this.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
+from h2o.arguments.plain_values import check_integer
 from h2o.compat import StatesLayer
 from h2o.hf.attention.attention_call import NewTokens
 from h2o.hf.cache_state.layer_snapshot import Snapshot, restore, take_snapshot
@@ -111,10 +111,7 @@ def columns_left(tokens: int, seen: int) -> int:
         TypeError: the number is not an integer.
         ValueError: the number is positive.
     """
-    try:
-        tokens = operator.index(tokens)  # int() would round, and NaN is below no number
-    except TypeError:
-        raise TypeError(f"crop({tokens!r}): expected an integer") from None
+    tokens = check_integer("tokens", tokens)
     if tokens > 0:
         raise ValueError(f"crop({tokens}): pass the number of tokens to remove as a negative int")
     return max(seen + tokens, 0)

@@ -21,6 +21,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from h2o import ops
+from h2o.arguments.plain_values import check_choice, check_flag, check_integer
 from h2o.budgets import check_prompt_length
 from h2o.config import H2OConfig, resolve_config
 from h2o.config.fields import ConfigFields, Pinned
@@ -49,7 +50,6 @@ from h2o.hf.simulation.simulated_layer import (
     simulate_tokenwise,
 )
 from h2o.hf.support import model_modes, transformers_layers
-from h2o.number_checks import check_flag
 from h2o.policy import Policy
 from h2o.utils.user_warning import warn_user
 from h2o.utils.with_block import with_block
@@ -111,8 +111,7 @@ def simulated(
             text.
     """
     config = resolve_config(h2o_config, parameters, simulated).for_model(unwrap(model))
-    check_flag("trace", trace)
-    check_flag("mass", mass)
+    trace, mass = check_flag("trace", trace), check_flag("mass", mass)
     input_device(model)  # raises for a model without weights
     config, rotary, _ = adapt_config(model.config, config)
     pins = Pins.of(pinned, config.decay)
@@ -219,7 +218,7 @@ class Simulation:
         still sees (`h2o.attention_blocks.retained_mass`). The result is the mean over the row's
         tokens, or with `per_token` each token's own sum, [B, H, N], NaN for padding.
         """
-        check_flag("per_token", per_token)
+        per_token = check_flag("per_token", per_token)
         mass = _get_record(self._mass, "mass", layer)
         return mass if per_token else mass.nanmean(-1)
 
@@ -351,8 +350,7 @@ def check(
             "not budget, sinks, score_by, decay, value_weighted, head_shares, kv_dtype or pinned"
         )
     prompts = check_prompt_length(prompt_length)
-    if ratio_of not in ("text", "prompt"):
-        raise ValueError(f'ratio_of must be "text" or "prompt", not {ratio_of!r}')
+    check_choice("ratio_of", ratio_of, ("text", "prompt"))
     no_prompt = masks is not None and not masks.has_prompt
     lengths = {prompts} if isinstance(prompts, int) else set(prompts)
     if no_prompt and (lengths != {1} or ratio_of == "prompt"):
@@ -386,6 +384,7 @@ _NO_GRADIENT = (
 def _get_record(values: dict[int, Tensor] | None, argument: str, layer: int) -> Tensor:
     if values is None:
         raise ValueError(f"this was not recorded: call simulated(..., {argument}=True)")
+    layer = check_integer("layer", layer)
     if layer not in values:
         raise ValueError(
             f"nothing was recorded for layer {layer}: "
