@@ -62,16 +62,12 @@ def full(like: Tensor, shape: tuple[int, ...], value: int, dtype: str | None = N
     return tensor
 
 
-def _grad_enabled() -> bool:
-    """Whether torch has been imported and records gradients."""
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.is_grad_enabled()
-
-
 def needs_check(leader: Tensor) -> bool:
     """Whether `check_memory` is likely to find anything, for a decode step, of which it would be a
     noticeable part. `leader`: the call's first tensor, whose library the others usually share."""
-    return _grad_enabled() or isinstance(leader, np.ndarray)
+    torch = sys.modules.get("torch")
+    records = torch is not None and torch.is_grad_enabled()
+    return records or isinstance(leader, np.ndarray)
 
 
 def check_memory(tensors: dict[str, Tensor]) -> None:
@@ -80,7 +76,8 @@ def check_memory(tensors: dict[str, Tensor]) -> None:
     Raises: BufferError for a tensor that requires grad, if torch records gradients, for one that
     torch has negated without changing its memory, and for a masked array.
     """
-    records = _grad_enabled()
+    torch = sys.modules.get("torch")
+    records = torch is not None and torch.is_grad_enabled()
     for name, tensor in tensors.items():
         if records and getattr(tensor, "requires_grad", False):
             raise BufferError(

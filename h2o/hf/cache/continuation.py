@@ -155,9 +155,10 @@ def _check_can_continue(seen: int, text: ModelCall) -> None:
 
 def _tokens_seen(cache: Any, seen: int, mask: Tensor | None) -> list[int] | None:
     """Number of tokens in each row [B], or a single one for all rows; None if unknown."""
-    first = next((cache.layers[index] for index in cache.guard.plans), None)
-    if first is not None and first.slots is not None:
-        counts: list[int] = first.slots.seen_tokens.tolist()
+    plans = cache.guard.plans
+    slots = cache.layers[next(iter(plans))].slots if plans else None
+    if slots is not None:
+        counts: list[int] = slots.seen_tokens.tolist()
         return counts
     known = cache.guard.state.text.counts()
     if known is None and (mask is None or bool(mask.all())):  # no row has padding
@@ -196,9 +197,12 @@ def _needs_mask(guard: PassGuard, seen: int, text: ModelCall, tokens: list[int])
     padding, and a model that numbers columns would count it, unless it has done so before."""
     if guard.has_windows:
         return True
-    rows = broadcast(tokens, guard.state.rows)
-    counts_columns = all(x.offset is not None and n + x.offset == seen for n, x in rows)
-    return text.positions is not None and not text.is_chosen and not counts_columns
+    if text.positions is None or text.is_chosen:
+        return False
+    for n, row in broadcast(tokens, guard.state.rows):
+        if row.offset is None or n + row.offset != seen:
+            return True
+    return False
 
 
 def _is_step_on_gpu(text: ModelCall, new: int) -> bool:

@@ -105,6 +105,7 @@ class CacheState(NamedTuple):
     def from_dict(cls, fields: dict[str, Any]) -> CacheState:
         """Restore from the output of `as_dict`."""
         rows = tuple(RowState(**row) for row in fields["rows"])
+        rows = tuple(row._replace(pinned=as_spans(row.pinned)) for row in rows)
         return cls(**fields | {"rows": rows, "text": SeenText.from_dict(fields["text"])})
 
 
@@ -231,6 +232,8 @@ def broadcast(*lists: Sequence[Any]) -> list[tuple[Any, ...]]:
     entries than rows to that many copies of each, such as beams. Lists of other lengths, as in a
     pass with another batch size, are cut to the shortest."""
     B = max(map(len, lists))
+    if all(map(B.__eq__, map(len, lists))):
+        return list(zip(*lists, strict=True))
     each = [x if len(x) == B else [y for y in x for _ in range(B // len(x))] for x in lists]
     return list(zip(*each, strict=False))
 
@@ -245,6 +248,11 @@ def change_list(change: Callable[[Tensor], Tensor], rows: Sequence[Any]) -> list
     """Select or repeat the entries of a list. `change` does so with the first axis of a tensor."""
     numbers = change(torch.arange(len(rows), device="cpu"))
     return [rows[row] for row in numbers.tolist()]
+
+
+def as_spans(pinned: list[Any] | None) -> Row | None:
+    """Spans from JSON, which has no tuples."""
+    return None if pinned is None else [(start, stop) for start, stop in pinned]
 
 
 def put_rope_deltas(state: CacheState) -> None:

@@ -106,12 +106,6 @@ class H2OLayer(BaseLayer):
             with torch.no_grad():
                 out = self.attend(call.detached())
             return call.without_backward(out)
-        try:
-            return self._attend(call)
-        finally:
-            self.variant.end_call()
-
-    def _attend(self, call: AttentionCall) -> Tensor:
         guard, the_pass = self.guard, self.guard.current
         compiling = torch.compiler.is_compiling()
         if not compiling and (the_pass is None or the_pass.waiting != self.layer_idx):
@@ -149,6 +143,9 @@ class H2OLayer(BaseLayer):
             if the_pass is None or self.layer_idx not in the_pass.stored:
                 guard.layer_rejected()
             raise  # keys stored but missing from the trace: treat the pass as interrupted
+        finally:
+            if self.variant.end_call is not None:
+                self.variant.end_call()
         self.last = last
         guard.layer_done(self.layer_idx)
         if CHECKS_SLOTS and the_pass is not None:

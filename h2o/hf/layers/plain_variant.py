@@ -10,6 +10,7 @@ Shape letters as in `h2o.hf`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +27,8 @@ class PlainVariant:
     """Whether slots have values. If not, the keys are also the values"""
     reused_by: tuple[int, ...] = ()
     """Later layers of the model that attend to the layer's keys in the same pass"""
+    end_call: Callable[[], None] | None = None
+    """Discards the state of one attention call, if there is any"""
 
     # ---- In a forward pass, in this order ----------------------------------------------------
 
@@ -58,8 +61,8 @@ class PlainVariant:
         Raises:
             UnsupportedError: the layer does not support the call.
         """
-        how = call.mask, call.scale, call.softcap, as_operand(call.sink_logits)
-        return NewTokens(query, key, value, *how)
+        sinks = call.sink_logits if call.sink_logits is None else as_operand(call.sink_logits)
+        return NewTokens(query, key, value, call.mask, call.scale, call.softcap, sinks)
 
     def attention(
         self, layer: Any, tokens: NewTokens, slots: ops.Slots | None
@@ -71,14 +74,13 @@ class PlainVariant:
         self, layer: Any, tokens: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: Any
     ) -> Tensor:
         """Store one token and return its output [B, 1, H, D], which may be written to `out`."""
+        query, key, value, mask, scale, softcap, sinks = tokens
         return ops.step(
-            *tokens[:3], slots, out=out, policy=layer.policy, **tokens.options, **rotary
-        )
+            query, key, value, slots, mask=mask, scale=scale, softcap=softcap, sink_logits=sinks,
+            out=out, policy=layer.policy, **rotary,
+        )  # fmt: skip
 
     # ---- Between passes ----------------------------------------------------------------------
-
-    def end_call(self) -> None:
-        """Discard the state of one attention call."""
 
     def forget(self) -> None:
         """Discard the state of the forward pass under way."""
