@@ -43,9 +43,8 @@ def quantize(x: Tensor, bits: int) -> Tensor:
     scale = _float16(width, up=True, finite=finite)
     q = _ratio(groups - least.float(), scale).clamp(0, 15).to(torch.uint8)
     nibbles = (q[..., :16] | q[..., 16:] << 4).view(n, D // 2)
-    numbers = torch.cat(
-        [scale.view(torch.uint8), least.view(torch.uint8)], -1
-    )  # under autocast too
+    # As bytes, because autocast on a CPU does not concatenate float16.
+    numbers = torch.cat([scale.view(torch.uint8), least.view(torch.uint8)], -1)
     return torch.cat([nibbles, numbers.view(n, -1)], -1)
 
 

@@ -62,10 +62,16 @@ FAULTS = (
     Fault(f"{STATE}/pins.py", "right=True)", "right=False)", "PINS"),
     Fault(f"{STATE}/pins.py", "return any(n < end for", "return any(n + 2 < end for", "PINS"),
     Fault(
-        f"{STATE}/pins.py",
-        "self.rows = change(self.rows)",
-        "self.rows = self.rows",
+        f"{STATE}/state.py",
+        "rows = tuple(change_list(change, rows))",
+        "pass",
         "PINS ROW_MOVES FORK BEAMS",
+    ),
+    Fault(
+        f"{STATE}/state.py",
+        "offset=end + 1 - before - n, counts_columns",
+        "offset=end + 1 - before, counts_columns",
+        "TURNS",
     ),
     Fault(
         f"{STATE}/pins.py",
@@ -110,7 +116,9 @@ FAULTS = (
         "GAPS BITS FEW_BITS",
     ),
     # ---- prompts ----
-    Fault(f"{PROMPT}/prompt_budget.py", "return list(prompt_length)", "return counts", "CHUNKS"),
+    Fault(
+        f"{PROMPT}/prompt_budget.py", "prompt_lengths(given, chunked or counts)", "counts", "CHUNKS"
+    ),
     Fault(
         f"{PROMPT}/prompt_budget.py", "counts = mask.sum(1).tolist()", "counts = [Q] * B", "PADDING"
     ),
@@ -189,7 +197,12 @@ FAULTS = (
         "torch.ones_like(mask)",
         "FROM_DYNAMIC PADDING",
     ),
-    Fault("hf/cache/cache_file.py", 'guard.pins = Pins(**content["pins"])', "pass", "FILE PINS"),
+    Fault(
+        "hf/cache/cache_file.py",
+        'CacheState.from_dict(content["state"])',
+        'CacheState.from_dict(content["state"])._replace(waits_for_pins=False)',
+        "FILE PINS",
+    ),
     # ---- bits and the torch backend ----
     Fault(
         "quantization.py",

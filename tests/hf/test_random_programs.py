@@ -10,6 +10,7 @@ import pytest
 
 from h2o.hf import modes
 from tests.hf.draws import ELSEWHERE, draw, modes_of, pairs_of
+from tests.hf.program_models import FAMILIES
 from tests.hf.programs import Program, run
 from tests.hf.shrinking import as_text, run_or_explain, shrink
 from tests.hf.tiny import slow_if
@@ -20,11 +21,38 @@ pytestmark = [pytest.mark.timeout(1200), pytest.mark.filterwarnings("ignore")]
 
 @pytest.mark.parametrize(
     ("seed", "part"),
-    [slow_if(seed > 0, seed, part) for seed in range(8) for part in range(PARTS)],
+    [slow_if(seed > 2, seed, part) for seed in range(10) for part in range(PARTS)],
 )
 def test_programs(seed, part):
     for program in list(draw(seed))[part::PARTS]:
         run_or_explain(program)
+
+
+SHARED = {"heavy": 7, "recent": 3, "head_shares": "echo", "score_by": "mean-echo"}
+FOUND = {
+    "four bits under autocast": Program(
+        "llama, wide",
+        {"heavy": 6, "recent": 3, "kv_dtype": "int8-int4"},
+        [("read", {"columns": 18}), ("read", {"columns": 3})],
+        autocast=True,
+        exact=True,
+    ),
+    "layers without keys in generate_all": Program(
+        "gemma3n_text, full",
+        {"heavy": 6, "recent": 3},
+        [("read", {"columns": 4}), ("all", {"lengths": [2, 5, 7, 6], "prefix": False, "size": 4})],
+        rows=1,
+    ),
+    "a simulated budget of layers that share keys": Program(
+        "gemma3n_text", SHARED, [("simulate", {"columns": 27, "prompt": 12})]
+    ),
+}
+"""Programs that have found a fault"""
+
+
+@pytest.mark.parametrize("name", [name for name in FOUND if FOUND[name].family in FAMILIES])
+def test_programs_that_found_a_fault(name):
+    run(FOUND[name])
 
 
 def test_every_allowed_pair_meets():

@@ -15,6 +15,7 @@ from transformers import LlamaConfig
 
 from h2o import H2OCache, backends
 from h2o.hf.attention.attention import h2o_attention_forward
+from h2o.hf.layers import layer
 from tests.hf.drive import Attention, forward, new_cache, tensors
 from tests.inputs import drifting
 from tests.torch.calls import TABLE
@@ -33,6 +34,12 @@ def steps(cache, start, count):
         q, k, v = (x[:, :, i : i + 1] for x in (query, key, value))
         k, v = cache.update(k, v, 0)
         h2o_attention_forward(ATTENTION, q, k, v, None, scaling=0.2)
+
+
+@pytest.fixture(autouse=True)
+def _unchecked(monkeypatch):
+    """Count what a step does without the check of its slots."""
+    monkeypatch.setattr(layer, "CHECKS_SLOTS", False)
 
 
 @pytest.fixture
