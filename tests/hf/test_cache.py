@@ -139,13 +139,13 @@ def test_report_adds_up():
     mask = np.concatenate([right(lengths, 20), np.ones((2, 15), bool)], axis=1)
     text = pad(drifting(7, B=2, N=35), mask)
     cache = new_cache(layers=2, heavy=4, recent=4, sinks=1)
-    for layer in range(2):
-        stop = 0
-        for columns in [20, *[1] * 15]:
-            start, stop = stop, stop + columns
+    stop = 0
+    for columns in [20, *[1] * 15]:
+        start, stop = stop, stop + columns
+        piece = torch.from_numpy(mask[:, start:stop])
+        for layer in range(2):
             query, key, value = tensors(text.cut(start, stop))
             key, value = cache.update(key, value, layer)
-            piece = torch.from_numpy(mask[:, start:stop])
             cache.layers[layer].attend(AttentionCall(Attention(layer), query, key, value, piece))
     report = cache.report()
     for layer in report.layers:

@@ -209,4 +209,4 @@ def test_one_budget_is_foreseen_where_a_config_tells_of_equal_heads():
         config.per_layer_config = None
     config.num_kv_heads = [1, 2]
     cache = H2OCache(config, heavy=8, recent=4, score_by="mean-echo", head_shares="echo")
-    assert not cache.layers[0].scorer.cross_head.alike
+    assert not cache.guard.makes_pool().alike
