@@ -1,0 +1,30 @@
+"""How much Python of h2o a forward pass runs. Bounds of a count, which no machine changes."""
+
+from __future__ import annotations
+
+import pytest
+
+from h2o.hf.layers import layer
+from tools.count_calls import passes
+
+BOUNDS = {
+    "prompt, heavy, recent": (400, 34),
+    "step, heavy, recent": (75, 20),
+    "prompt, budget=0.2": (600, 40),
+    "step, budget=0.2": (75, 20),
+}
+
+
+@pytest.fixture(scope="module")
+def found():
+    checks, layer.CHECKS_SLOTS = layer.CHECKS_SLOTS, False
+    yield passes()
+    layer.CHECKS_SLOTS = checks
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_calls(found, name):
+    """A pass must not ask more than it did when the bounds were set."""
+    calls, files = BOUNDS[name]
+    assert found[name].total <= calls
+    assert found[name].files <= files
