@@ -2,8 +2,8 @@
 
     python -m tools.count_calls [--list]
 
-A repeatable measure of what h2o adds to a pass, on any machine: the number of calls, and of the files
-that the called functions are in. tests/hf/test_calls.py bounds them.
+A repeatable measure of what h2o adds to a pass, on any machine: the number of calls, and of the
+files that the called functions are in. tests/hf/test_calls.py bounds them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import h2o
 from h2o.compat import with_cache
+
+
+BUDGETS = {"heavy, recent": {"heavy": 64, "recent": 64}, "budget=0.2": {"budget": 0.2}}
 
 
 class Calls(NamedTuple):
@@ -69,10 +72,7 @@ def passes() -> dict[str, Calls]:
     """Calls of the passes that are compared, each after one of its kind."""
     model, ids = small_model(), torch.randint(0, 128, (1, 100))
     found = {}
-    for name, budget in (
-        ("heavy, recent", {"heavy": 64, "recent": 64}),
-        ("budget=0.2", {"budget": 0.2}),
-    ):
+    for name, budget in BUDGETS.items():
         for _ in range(2):
             cache = with_cache(h2o.H2OCache(model, **budget))
             found[f"prompt, {name}"] = count(lambda cache=cache: model(ids, **cache))
