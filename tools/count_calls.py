@@ -20,7 +20,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import h2o
 from h2o.compat import with_cache
 
-
 BUDGETS = {"heavy, recent": {"heavy": 64, "recent": 64}, "budget=0.2": {"budget": 0.2}}
 
 
