@@ -402,7 +402,7 @@ def test_arguments_of_the_chat_template(tiny, tmp_path, capsys):
     assert generated(capsys, *command, *tools)["prompt_tokens"] > plain
     for wrong, words in [
         ("tools", "not JSON"),
-        ("[5]", "the arguments of a chat template are a dict"),
+        ("[5]", "expected the arguments of the chat template by name"),
         ('{"tokenize": false}', "tokenize: not for the chat template"),
     ]:
         with pytest.raises(SystemExit):

@@ -134,10 +134,10 @@ def test_a_short_prompt_keeps_what_fits():
 def test_bytes_need_fractions():
     with pytest.raises(ValueError, match='budget_unit="bytes" needs one fraction'):
         H2OConfig(heavy=16, recent=0.1, budget_unit="bytes")
-    with pytest.raises(ValueError, match='must be "keys" or "bytes"'):
+    with pytest.raises(ValueError, match='expected "keys" or "bytes"'):
         H2OConfig(budget_unit="tokens")
     for preset in (H2OConfig.robust, H2OConfig.calibrated):
-        with pytest.raises(ValueError, match='must be "keys" or "bytes"'):
+        with pytest.raises(ValueError, match='expected "keys" or "bytes"'):
             preset(0.1, budget_unit="byte")
     with pytest.raises(ValueError, match="for_model"):
         H2OConfig(heavy=0.1, recent=0.1, min_tokens=0, budget_unit="bytes").tokens(100)

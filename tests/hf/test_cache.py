@@ -130,7 +130,7 @@ def test_kept_before_the_prompt_is_empty():
     positions, scores = new_cache(heavy=1, recent=1).kept(0)
     assert positions.shape == scores.shape == (0, 0, 0)
     cache = new_cache(heavy=1, recent=1)
-    with pytest.raises(IndexError, match=f"no layer 7: the cache has layers 0 to {len(cache) - 1}"):
+    with pytest.raises(IndexError, match=f"no layer 7: expected 0 to {len(cache) - 1}"):
         cache.kept(7)
 
 
