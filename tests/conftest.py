@@ -13,7 +13,7 @@ import pytest
 # Two processes run tests at the same time, often on two cores. Without this limit torch's threads
 # would spin for milliseconds while they wait, and keep the other process from running.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-# Each layer of a cache checks its slots after each pass (h2o/hf/cache_state/slot_check.py).
+# Each layer of a cache checks its slots after each pass (h2o/hf/layers/slot_check.py).
 os.environ.setdefault("H2O_CHECK", "1")
 
 if importlib.util.find_spec("hypothesis"):  # a machine with a GPU may have pytest only

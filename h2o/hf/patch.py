@@ -270,8 +270,7 @@ def enable(
             model is simulated.
     """
     config = resolve_config(h2o_config, parameters, enable)
-    options = {"pinned": pinned, "trace": trace}
-    return _apply(model, config, options, is_block=False)
+    return _apply(model, config, {"pinned": pinned, "trace": trace}, is_block=False)
 
 
 def disable(model: Any) -> None:
@@ -311,8 +310,7 @@ def patched(
     the same settings. After the last block, also after an error, the model is as before.
     """
     config = resolve_config(h2o_config, parameters, patched)
-    options = {"pinned": pinned, "trace": trace}
-    patch = _apply(model, config, options, is_block=True)
+    patch = _apply(model, config, {"pinned": pinned, "trace": trace}, is_block=True)
     try:
         yield patch
     finally:

@@ -31,7 +31,8 @@ class Fault(NamedTuple):
     """Names of modes whose programs are the likeliest to find it; they run first"""
 
 
-STATE, PROMPT, BATCHING = "hf/cache_state", "hf/prompt", "hf/batching"
+STATE, TEXT = "hf/cache_state", "hf/conversation"
+PROMPT, BATCHING = "hf/prompt", "hf/batching"
 SIMULATION, TORCH = "hf/simulation", "backends/torch_backend"
 FAULTS = (
     # ---- slots, rows and pins ----
@@ -59,22 +60,22 @@ FAULTS = (
         "return rows if rows.dtype == torch.bool else rows.long().sort().values",
         "ROW_MOVES BEAMS",
     ),
-    Fault(f"{STATE}/pins.py", "right=True)", "right=False)", "PINS"),
-    Fault(f"{STATE}/pins.py", "return any(n < end for", "return any(n + 2 < end for", "PINS"),
+    Fault(f"{TEXT}/pins.py", "right=True)", "right=False)", "PINS"),
+    Fault(f"{TEXT}/pins.py", "return any(n < end for", "return any(n + 2 < end for", "PINS"),
     Fault(
-        f"{STATE}/state.py",
+        f"{TEXT}/state.py",
         "rows = tuple(change_list(change, rows))",
         "pass",
         "PINS ROW_MOVES FORK BEAMS",
     ),
     Fault(
-        f"{STATE}/state.py",
+        f"{TEXT}/state.py",
         "offset=end + 1 - before - n, counts_columns",
         "offset=end + 1 - before, counts_columns",
         "TURNS",
     ),
     Fault(
-        f"{STATE}/pins.py",
+        f"{TEXT}/pins.py",
         "rows = [row for row in self.given for",
         "rows = [self.given[0] for",
         "PINS",

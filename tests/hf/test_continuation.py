@@ -12,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 import h2o
 from h2o import H2OCache, H2OConfig
 from h2o.compat import with_cache
-from h2o.hf.cache_state import seen_text
+from h2o.hf.conversation import seen_text
 from tests.hf.test_families import ALIKE
 from tests.hf.tiny import FAMILIES, LATENT, batch, greedy, prompts, shared, slow_if
 

@@ -10,8 +10,8 @@ import torch
 
 from h2o import H2OCache
 from h2o.compat import with_cache
-from h2o.hf.cache_state.seen_text import NO_TEXT, SeenText
-from h2o.hf.cache_state.state import CacheState, RowState
+from h2o.hf.conversation.seen_text import NO_TEXT, SeenText
+from h2o.hf.conversation.state import CacheState, RowState
 from tests.hf.tiny import prompts, shared
 
 HF = Path(__file__).parents[2] / "h2o" / "hf"
@@ -122,4 +122,4 @@ def test_two_files_write_the_state():
         for path in HF.rglob("*.py")
         if written.search(path.read_text(encoding="utf-8"))
     }
-    assert writers <= {"cache/cache.py", "cache_state/pass_guard.py"}
+    assert writers <= {"cache/cache.py", "conversation/pass_guard.py"}

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 import h2o
 from h2o import H2OCache, H2OConfig
 from h2o.compat import with_cache
-from h2o.hf.cache_state.state import RowState
+from h2o.hf.conversation.state import RowState
 from tests.hf.tiny import FAMILIES, batch, greedy, model, prompts, with_image
 
 pytestmark = pytest.mark.timeout(120)

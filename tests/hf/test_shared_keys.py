@@ -17,7 +17,7 @@ from h2o.compat import with_cache
 from h2o.config.layer_plan import LayerPlan
 from h2o.evaluation.published_masks import MASKS
 from h2o.hf.attention.attention_call import AttentionCall
-from h2o.hf.cache_state.state import CacheState
+from h2o.hf.conversation.state import CacheState
 from h2o.hf.layers import shared_variant
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.layers.plain_variant import PlainVariant

@@ -7,8 +7,8 @@ import torch
 
 from h2o import H2OCache
 from h2o.compat import with_cache
-from h2o.hf.cache_state import slot_check
-from h2o.hf.cache_state.slot_check import check_slots
+from h2o.hf.layers import slot_check
+from h2o.hf.layers.slot_check import check_slots
 from tests.hf.tiny import batch, prompts, shared
 
 SETTINGS = {"heavy": 5, "recent": 4, "sinks": 1, "value_weighted": True}

@@ -34,9 +34,9 @@ from h2o.errors import UnsupportedError
 from h2o.hf.batching.prefix import check_prompt
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.cache.cache_plan import get_plan
-from h2o.hf.cache_state.pins import Pins
 from h2o.hf.chat.chat_template import arguments_of, is_chat, prompt_ids
 from h2o.hf.chat.system_turn import system_span
+from h2o.hf.conversation.pins import Pins
 from h2o.hf.model_traits.wrappers import check_pins, input_device, model_after_prompt
 from h2o.hf.modes import Mode, check_modes
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope, positions_after

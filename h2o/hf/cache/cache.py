@@ -31,8 +31,8 @@ from h2o.hf.cache.cache_plan import get_plan
 from h2o.hf.cache.continuation import no_new_tokens, plan_pass, warn_of_many_graphs
 from h2o.hf.cache.from_dynamic_cache import import_dynamic_cache
 from h2o.hf.cache_state import recurrent_states
-from h2o.hf.cache_state.pass_guard import NUMBER_LAYERS, PassGuard
-from h2o.hf.cache_state.pins import Pins
+from h2o.hf.conversation.pass_guard import NUMBER_LAYERS, PassGuard
+from h2o.hf.conversation.pins import Pins
 from h2o.hf.layers import crop
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.model_traits.layer_kinds import (

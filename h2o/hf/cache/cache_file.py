@@ -22,8 +22,8 @@ from torch import Tensor
 from h2o.config import H2OConfig
 from h2o.config.profile import Profile
 from h2o.hf.cache_state.layer_snapshot import Snapshot, restore, take_snapshot
-from h2o.hf.cache_state.pins import Pins
-from h2o.hf.cache_state.state import CacheState
+from h2o.hf.conversation.pins import Pins
+from h2o.hf.conversation.state import CacheState
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.layers.pass_runners import CapturedRunner
 from h2o.hf.model_traits import tensor_parallel

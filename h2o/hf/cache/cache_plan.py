@@ -24,7 +24,7 @@ from h2o.budgets import layer_amount
 from h2o.config import H2OConfig
 from h2o.config.layer_plan import LayerPlan
 from h2o.config.profile import Profile
-from h2o.hf.cache_state.pass_guard import PassGuard
+from h2o.hf.conversation.pass_guard import PassGuard
 from h2o.hf.layers.cache_relative_variant import CacheRelativeVariant
 from h2o.hf.layers.latent_variant import LatentVariant
 from h2o.hf.layers.layer import H2OLayer, H2OLayerWithStates

@@ -3,7 +3,7 @@
 `generate()` drops as many input_ids as the cache has seen, without comparing them. If the caller
 passes the prompt again, or another text, its beginning is therefore silently lost and the rest is
 taken for a continuation of the old text. The positions, the attention mask or the dropped ids
-(`h2o.hf.cache_state.seen_text`) of the forward pass reveal such a mistake.
+(`h2o.hf.conversation.seen_text`) of the forward pass reveal such a mistake.
 
 Shape letters as in `h2o.hf`, and n padded columns.
 """
@@ -22,9 +22,10 @@ from transformers import PreTrainedConfig
 from h2o.compat_calls import ModelCall, chunks_of_prompt, find_call
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention import mask_length_error
-from h2o.hf.cache_state.pass_guard import WITHOUT_CACHE, ForwardPass, PassGuard
-from h2o.hf.cache_state.seen_text import SeenText
-from h2o.hf.cache_state.state import NewColumns, after, broadcast, with_padding
+from h2o.hf.conversation.forward_pass import ForwardPass
+from h2o.hf.conversation.pass_guard import WITHOUT_CACHE, PassGuard
+from h2o.hf.conversation.seen_text import SeenText
+from h2o.hf.conversation.state import NewColumns, after, broadcast, with_padding
 from h2o.model_identity import difference, rotary_difference
 
 

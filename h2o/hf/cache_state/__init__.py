@@ -1,1 +1,1 @@
-"""The state of a cache between forward passes: slots, pins, counts, states, and reports on it."""
+"""What the layers of a cache hold: slots, states, how they are copied, and reports on them."""

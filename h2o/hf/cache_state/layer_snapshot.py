@@ -1,7 +1,7 @@
 """`Snapshot`: what a layer of a cache remembers between forward passes, to be taken and restored.
 
 Saving and cropping a cache rely on it. What a cache knows of the text is in its state
-(`h2o.hf.cache_state.state`).
+(`h2o.hf.conversation.state`).
 """
 
 from __future__ import annotations

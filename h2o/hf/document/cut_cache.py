@@ -11,9 +11,9 @@ from h2o import ops
 from h2o.config import H2OConfig
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.cache_state import slot_layout
-from h2o.hf.cache_state.pins import PinnedRows
 from h2o.hf.cache_state.slot_layout import Budgets
 from h2o.hf.cache_state.trace import find_evicted
+from h2o.hf.conversation.pins import PinnedRows
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.prompt.cross_head_budget import (

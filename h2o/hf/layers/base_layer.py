@@ -19,10 +19,10 @@ from h2o import ops
 from h2o.config.layer_plan import LayerPlan
 from h2o.hf.cache_state import slot_layout
 from h2o.hf.cache_state.kept_keys import Kept
-from h2o.hf.cache_state.pass_guard import PassGuard
 from h2o.hf.cache_state.report import LayerReport
 from h2o.hf.cache_state.slot_layout import Capacity
 from h2o.hf.cache_state.trace import Trace
+from h2o.hf.conversation.pass_guard import PassGuard
 from h2o.hf.layers.pass_runners import EagerRunner
 from h2o.hf.layers.plain_variant import PlainVariant
 from h2o.hf.model_traits import tensor_parallel

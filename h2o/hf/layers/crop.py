@@ -16,8 +16,9 @@ from h2o.arguments.plain_values import check_integer
 from h2o.compat import StatesLayer
 from h2o.hf.attention.attention_call import NewTokens
 from h2o.hf.cache_state.layer_snapshot import Snapshot, restore, take_snapshot
-from h2o.hf.cache_state.pass_guard import ForwardPass, PassGuard
-from h2o.hf.cache_state.state import CacheState
+from h2o.hf.conversation.forward_pass import ForwardPass
+from h2o.hf.conversation.pass_guard import PassGuard
+from h2o.hf.conversation.state import CacheState
 from h2o.hf.model_traits.layer_kinds import free_keys_before_window, has_states, kind_of
 from h2o.hf.modes import Mode, refusal
 

@@ -29,11 +29,11 @@ from h2o.hf.attention.attention_call import (
 )
 from h2o.hf.cache_state import slot_layout
 from h2o.hf.cache_state.layer_snapshot import restore, take_snapshot
-from h2o.hf.cache_state.pass_guard import WITHOUT_CACHE
-from h2o.hf.cache_state.slot_check import CHECKS_SLOTS, check_slots
 from h2o.hf.cache_state.slot_layout import Budgets, Capacity
+from h2o.hf.conversation.pass_guard import WITHOUT_CACHE
 from h2o.hf.layers.base_layer import BaseLayer
 from h2o.hf.layers.crop import record_pass
+from h2o.hf.layers.slot_check import CHECKS_SLOTS, check_slots
 from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.prompt.cross_head_budget import Prompt, positions_in

@@ -14,10 +14,10 @@ from torch import Tensor
 from h2o.compat_calls import chunks_of_prompt
 from h2o.config.head_budgets import expand_to_heads, make_room
 from h2o.config.layer_plan import LayerPlan
-from h2o.hf.cache_state.pass_guard import PassGuard
-from h2o.hf.cache_state.pins import NOTHING_PINNED, PinnedRows
 from h2o.hf.cache_state.slot_layout import Budgets
-from h2o.hf.cache_state.state import CacheState, broadcast, merge
+from h2o.hf.conversation.pass_guard import PassGuard
+from h2o.hf.conversation.pins import NOTHING_PINNED, PinnedRows
+from h2o.hf.conversation.state import CacheState, broadcast, merge
 
 RowSize = tuple[int, int, int]
 """Head dimension, bytes per element in the model's dtype, and vectors per token (a key and a value,
@@ -175,7 +175,7 @@ def resolve_pins(
     Args:
         lengths: tokens of each row in the whole prompt.
         row_size: as for `PromptRows.budget`. None: the size of a row in the model's config.
-        mask, columns: as for `h2o.hf.cache_state.pins.Pins.resolve`.
+        mask, columns: as for `h2o.hf.conversation.pins.Pins.resolve`.
 
     Raises:
         ValueError: some layer's budget has no room for the pins.

@@ -30,7 +30,7 @@ from h2o.config.layer_plan import LayerPlan
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import AttentionCall, NewTokens
 from h2o.hf.attention.attention_hook import replace_attention
-from h2o.hf.cache_state.pins import PinnedRows, Pins
+from h2o.hf.conversation.pins import PinnedRows, Pins
 from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.model_traits.latent_attention import to_absorbed_form, trace_latents
 from h2o.hf.model_traits.layer_kinds import kind_of, warn_of_windows

@@ -1,9 +1,9 @@
 """`CacheState`: all that a cache knows of a conversation, besides the keys in its layers.
 
 A state is immutable. A forward pass computes the state after it before any layer runs
-(`NewColumns.advance`), and the last layer puts it in place (`h2o.hf.cache_state.pass_guard`). Forks
-share the state. Files, selected rows and crops go over its fields, so that a new field is entered
-here and nowhere else.
+(`NewColumns.advance`), and the last layer puts it in place (`h2o.hf.conversation.pass_guard`).
+Forks share the state. Files, selected rows and crops go over its fields, so that a new field is
+entered here and nowhere else.
 
 Shape letters as in `h2o.hf`, and Q columns of a pass, n columns.
 """
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from h2o import compat_calls
-from h2o.hf.cache_state.pins import NOTHING_PINNED, PinnedRows
-from h2o.hf.cache_state.seen_text import NO_TEXT, UNKNOWN_TEXT, SeenText
+from h2o.hf.conversation.pins import NOTHING_PINNED, PinnedRows
+from h2o.hf.conversation.seen_text import NO_TEXT, UNKNOWN_TEXT, SeenText
 from h2o.hf.model_traits.wrappers import input_device
 from h2o.hf.modes import COUNTS_PADDING, Mode
 from h2o.spans import Row

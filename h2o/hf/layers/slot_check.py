@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from h2o.hf.cache_state.slot_layout import by_head
-from h2o.hf.cache_state.state import CacheState
+from h2o.hf.conversation.state import CacheState
 from h2o.quantization import dequantize
 from h2o.slots import PER_SLOT
 from h2o.spans import PINNED

@@ -23,9 +23,10 @@ from h2o.compat import calls_a_module
 from h2o.compat_calls import ModelCall
 from h2o.compat_wrappers import has_transforms
 from h2o.config.layer_plan import LayerPlan
-from h2o.hf.cache_state.pins import Pins
 from h2o.hf.cache_state.slot_layout import writable
-from h2o.hf.cache_state.state import (
+from h2o.hf.conversation.forward_pass import ForwardPass
+from h2o.hf.conversation.pins import Pins
+from h2o.hf.conversation.state import (
     CacheState,
     NewColumns,
     RowState,
@@ -33,7 +34,7 @@ from h2o.hf.cache_state.state import (
     change_list,
     put_rope_deltas,
 )
-from h2o.hf.cache_state.weights_origin import WeightsOrigin
+from h2o.hf.conversation.weights_origin import WeightsOrigin
 
 WITHOUT_CACHE = (
     "use_cache=False with an H2OCache: generate() then feeds the whole text again for each token. "
@@ -51,64 +52,6 @@ NUMBER_LAYERS = (
 _lock = threading.Lock()
 """Guards the beginning of passes of all caches. They share one lock, because locks cannot be
 copied."""
-
-
-class ForwardPass:
-    """One forward pass through the layers of a cache."""
-
-    __slots__ = (
-        "accesses", "after", "before", "chunked_lengths", "columns", "may_be_transformed", "pool",
-        "prompt", "stored", "thread", "waiting",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        before: CacheState,
-        after: CacheState,
-        columns: int | None,
-        chunked_lengths: list[int] | None = None,
-    ) -> None:
-        self.before, self.after = before, after
-        self.columns = columns
-        """Number of its columns. None: not known yet, so that `after` is not known either"""
-        self.chunked_lengths = chunked_lengths
-        """Length of each row's prompt, if the pass is its first chunk"""
-        self.thread = threading.get_ident()
-        self.stored: list[int] = []
-        """The layers that have stored their new keys"""
-        self.waiting: int | None = None
-        """The layer whose new keys have not been attended to yet. An interrupt (Ctrl-C) leaves this
-        set, because it is then unknown how far the layer got."""
-        self.accesses: dict[int, int] = {}
-        """How often each layer with states has read or replaced its states. All layers of a model
-        do so equally often, so fewer in the last one mean that the pass was interrupted"""
-        self.may_be_transformed = True
-        """Whether tensors may belong to a torch.func transform. False in a pass that began outside
-        any transform"""
-        self.prompt: Any = None
-        """`PromptRows` (`h2o.hf.prompt.prompt_budget`), set by the first layer of a prompt"""
-        self.pool: Any = None
-        """The `CrossHeadBudget` of a prompt whose layers share one budget"""
-
-    @property
-    def has_changed(self) -> bool:
-        """Whether some layer has stored new keys or states, or may have."""
-        changed = bool(self.stored) or self.waiting is not None
-        return changed or any(self.accesses.values())
-
-    @property
-    def has_missed_states(self) -> bool:
-        """Whether some of the layers with states had fewer accesses to them."""
-        return len(set(self.accesses.values())) > 1
-
-    def begin_prompt(self, prompt: Any, after: CacheState) -> None:
-        """Note what the first layer of a prompt has found out."""
-        self.prompt, self.after = prompt, after
-
-    def check_pins(self, tokens: Tensor) -> None:
-        """Note whether pinned tokens are still to arrive, now that rows have seen `tokens` [B]."""
-        if not self.after.pinned.has_pending(tokens.tolist()):
-            self.after = self.after._replace(waits_for_pins=False)
 
 
 class PassGuard:

@@ -1,0 +1,68 @@
+"""`ForwardPass`: one forward pass through the layers of an `H2OCache`, from its plan to its end."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from torch import Tensor
+
+from h2o.hf.conversation.state import CacheState
+
+
+class ForwardPass:
+    """One forward pass through the layers of a cache."""
+
+    __slots__ = (
+        "accesses", "after", "before", "chunked_lengths", "columns", "may_be_transformed", "pool",
+        "prompt", "stored", "thread", "waiting",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        before: CacheState,
+        after: CacheState,
+        columns: int | None,
+        chunked_lengths: list[int] | None = None,
+    ) -> None:
+        self.before, self.after = before, after
+        self.columns = columns
+        """Number of its columns. None: not known yet, so that `after` is not known either"""
+        self.chunked_lengths = chunked_lengths
+        """Length of each row's prompt, if the pass is its first chunk"""
+        self.thread = threading.get_ident()
+        self.stored: list[int] = []
+        """The layers that have stored their new keys"""
+        self.waiting: int | None = None
+        """The layer whose new keys have not been attended to yet. An interrupt (Ctrl-C) leaves this
+        set, because it is then unknown how far the layer got."""
+        self.accesses: dict[int, int] = {}
+        """How often each layer with states has read or replaced its states. All layers of a model
+        do so equally often, so fewer in the last one mean that the pass was interrupted"""
+        self.may_be_transformed = True
+        """Whether tensors may belong to a torch.func transform. False in a pass that began outside
+        any transform"""
+        self.prompt: Any = None
+        """`PromptRows` (`h2o.hf.prompt.prompt_budget`), set by the first layer of a prompt"""
+        self.pool: Any = None
+        """The `CrossHeadBudget` of a prompt whose layers share one budget"""
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether some layer has stored new keys or states, or may have."""
+        changed = bool(self.stored) or self.waiting is not None
+        return changed or any(self.accesses.values())
+
+    @property
+    def has_missed_states(self) -> bool:
+        """Whether some of the layers with states had fewer accesses to them."""
+        return len(set(self.accesses.values())) > 1
+
+    def begin_prompt(self, prompt: Any, after: CacheState) -> None:
+        """Note what the first layer of a prompt has found out."""
+        self.prompt, self.after = prompt, after
+
+    def check_pins(self, tokens: Tensor) -> None:
+        """Note whether pinned tokens are still to arrive, now that rows have seen `tokens` [B]."""
+        if not self.after.pinned.has_pending(tokens.tolist()):
+            self.after = self.after._replace(waits_for_pins=False)
