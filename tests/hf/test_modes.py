@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import DynamicCache, GenerationConfig
 
@@ -167,7 +168,8 @@ def cut(name):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     for module in ours.modules():
         if hasattr(module, "q_proj"):
-            module.q_proj._hf_device_mesh = mesh
+            weight = distribute_tensor(torch.zeros(4), mesh, [Shard(0)])
+            module.q_proj.register_parameter("cut", torch.nn.Parameter(weight))
     return ours
 
 

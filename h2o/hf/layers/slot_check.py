@@ -116,7 +116,8 @@ def _about_sizes(layer: Any, state: CacheState) -> Checks:
     for name in PER_SLOT:
         field = getattr(slots, name)
         if field is not None:
-            fits = torch.tensor(field.shape[: len(shape)] == shape, device="cpu")
+            same = field.shape[: len(shape)] == shape
+            fits = torch.tensor(same, dtype=torch.bool, device="cpu")
             yield f"{name} has the shape {tuple(field.shape)}, not {shape}", fits
     if layer.capacity.tokens < math.inf and not layer.guard.has_independent_rows:
         yield f"`longest` is {state.longest}", slots.seen_tokens <= state.longest
