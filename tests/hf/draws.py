@@ -190,6 +190,8 @@ def build(modes: set[Mode], number: int) -> Program:
         ):
             settings["heavy"], settings["recent"] = 0.8 if M.PINS in modes else 0.35, 0.15
             settings["min_tokens"] = 0
+    if M.SIMULATED in modes and settings.get("heavy") == ROOM:
+        settings = dict(BUDGETS[0])
     if M.SHARED_BUDGET in modes:
         settings["head_shares"] = "echo"
     if modes & {M.ECHO, M.SHARED_BUDGET}:
@@ -201,9 +203,10 @@ def build(modes: set[Mode], number: int) -> Program:
     if M.CACHE_RELATIVE in modes:
         settings["positions"] = "cache_relative"
     rows = 1 if M.GENERATE_ALL in modes else chosen.choice([2, 3])
+    which = 0 if is_real else 1 if M.SIMULATED in modes else chosen.randrange(len(PINS))
     program = Program(
         name, settings, _calls(modes, rows, chosen), rows=rows,
-        pinned=_pins(modes, rows, 0 if is_real else chosen.randrange(3)),
+        pinned=_pins(modes, rows, which),
         trace=M.TRACE in modes, compileable=M.COMPILED in modes, in_patched=M.PATCHED in modes,
         autocast=M.AUTOCAST in modes, by_torch=M.TORCH_BACKEND in modes,
         exact=not is_real and M.SIMULATED not in modes and (bool(rounds) or number % 2 == 0),
@@ -276,4 +279,6 @@ def _later_calls(modes: set[Mode], size: int | None, chosen: random.Random) -> l
         lengths = [chosen.randint(1, 9) for _ in range(4)]
         whole = {M.FILE, M.FORK} & modes
         calls.append(("all", {"lengths": lengths, "prefix": bool(whole), "size": size}))
+        if not modes & {M.PINS, M.COMPILED}:  # prompts that are prefilled together
+            calls.append(("all", {"lengths": [3, 8, 5, 7], "prefix": False}))
     return calls
