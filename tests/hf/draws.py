@@ -153,6 +153,7 @@ def _families(modes: set[Mode]) -> list[str]:
         for name in NAMES
         if kinds_of(name) == kinds
         and bool(FAMILIES[name].image) == (M.IMAGES in modes)
+        and not (name == "lfm2_vl" and M.CACHE_RELATIVE in modes)
         and (M.FEW_BITS not in modes or name.endswith("wide"))
         and not (modes & {*ROTARY} and name in tiny.WITHOUT_ROTARY)
     ]
@@ -184,6 +185,13 @@ def build(modes: set[Mode], number: int) -> Program:
     settings = dict(BUDGETS[number % len(BUDGETS)])
     if modes & {M.ECHO, M.SHARED_BUDGET, M.HEAD_BUDGETS, M.PINS}:
         settings = {"heavy": 16 if M.PINS in modes else 7, "recent": 3, "sinks": number % 2}
+        if chosen.random() < 0.5 and not (
+            M.PINS in modes and modes & {M.SIMULATED, M.GENERATE_ALL}
+        ):
+            settings["heavy"], settings["recent"] = 0.8 if M.PINS in modes else 0.35, 0.15
+            settings["min_tokens"] = 0
+    if M.SIMULATED in modes and settings.get("heavy") == ROOM:
+        settings = dict(BUDGETS[0])
     if M.SHARED_BUDGET in modes:
         settings["head_shares"] = "echo"
     if modes & {M.ECHO, M.SHARED_BUDGET}:
@@ -195,13 +203,14 @@ def build(modes: set[Mode], number: int) -> Program:
     if M.CACHE_RELATIVE in modes:
         settings["positions"] = "cache_relative"
     rows = 1 if M.GENERATE_ALL in modes else chosen.choice([2, 3])
+    which = 0 if is_real else 1 if M.SIMULATED in modes else chosen.randrange(len(PINS))
     program = Program(
         name, settings, _calls(modes, rows, chosen), rows=rows,
-        pinned=_pins(modes, rows, 0 if is_real else chosen.randrange(3)),
+        pinned=_pins(modes, rows, which),
         trace=M.TRACE in modes, compileable=M.COMPILED in modes, in_patched=M.PATCHED in modes,
         autocast=M.AUTOCAST in modes, by_torch=M.TORCH_BACKEND in modes,
         exact=not is_real and M.SIMULATED not in modes and (bool(rounds) or number % 2 == 0),
-        seed=number,
+        factor=0.9 if modes & {M.BITS, M.FEW_BITS} and number % 3 else 1.0, seed=number,
     )  # fmt: skip
     if M.HEAD_BUDGETS in modes and M.SHARED_BUDGET not in modes:
         settings["head_shares"] = uneven(model_of(program.family))
@@ -222,9 +231,9 @@ def _calls(modes: set[Mode], rows: int, chosen: random.Random) -> list[Call]:
         *(chosen.randint(1, columns - (10 if columns < 24 else 14)) for _ in range(rows - 1)),
     )
     start: dict[str, Any] = {"columns": columns}
-    if M.PADDING in modes:
-        start["left"] = left
     size = chosen.choice([4, 6]) if M.CHUNKS in modes else None
+    if M.PADDING in modes:  # the first chunk has tokens of each row
+        start["left"] = left if size is None else tuple(min(pads, size - 1) for pads in left)
     if M.SIMULATED in modes:
         holes = (12,) if M.GAPS in modes else ()
         prompt = 30 if M.IMAGES in modes else 4  # an image comes in one pass
@@ -270,4 +279,6 @@ def _later_calls(modes: set[Mode], size: int | None, chosen: random.Random) -> l
         lengths = [chosen.randint(1, 9) for _ in range(4)]
         whole = {M.FILE, M.FORK} & modes
         calls.append(("all", {"lengths": lengths, "prefix": bool(whole), "size": size}))
+        if not modes & {M.PINS, M.COMPILED}:  # prompts that are prefilled together
+            calls.append(("all", {"lengths": [3, 8, 5, 7], "prefix": False}))
     return calls

@@ -55,6 +55,8 @@ class Program:
     by_torch: bool = False
     exact: bool = False
     """Whether caches store payload (tests/hf/payload.py) instead of keys and values"""
+    factor: float = 1.0
+    """Factor of payload, see `tests.hf.payload.payload`"""
     seed: int = 0
 
 
@@ -189,6 +191,8 @@ class Run:
         `patched` makes one."""
         if beams > 1 and self.cache is not None:
             self.repeat(beams)
+        if self.cache is None:  # generate() knows the whole prompt's length
+            self.prompt_lengths = [columns - pads for pads in _each(left, len(self.rows))]
         ids, mask = self.tokens(columns, left)
         if beams > 1 and self.cache is not None:  # rows that are beams have the same new tokens
             ids, mask = (x[::beams].repeat_interleave(beams, 0) for x in (ids, mask))
@@ -214,7 +218,8 @@ class Run:
         def see(_module: Any, _args: Any, given: dict[str, Any]) -> None:
             ids = given["input_ids"]
             mask = given.get("attention_mask")
-            mask = torch.ones_like(ids) if mask is None else mask
+            if not isinstance(mask, Tensor) or mask.ndim != 2:  # no padding
+                mask = torch.ones_like(ids)
             if len(ids) > len(self.rows):  # the first pass of a beam search
                 self._move([i // (len(ids) // len(self.rows)) for i in range(len(ids))])
             self.count(ids, mask[:, -ids.shape[1] :])
@@ -372,7 +377,7 @@ class Run:
         """Compare the cache with caches that read each row alone."""
         texts = [row.text for row in self.rows]
         if self.program.exact:
-            check_payload(self.cache, texts, self.few_bits)
+            check_payload(self.cache, texts, self.few_bits, self.program.factor)
         if self.program.autocast:  # a row alone is rounded otherwise
             return
         if self.program.trace:
@@ -438,7 +443,7 @@ def run(program: Program) -> None:
         stack.enter_context(torch.no_grad())
         this = Run(program, Path(folder, "cache"))
         if program.exact:
-            stack.enter_context(payload(this.model, this.few_bits))
+            stack.enter_context(payload(this.model, this.few_bits, program.factor))
             if this.config.positions == "cache_relative":
                 stack.enter_context(_at_zero(this.model))
         if program.autocast:
