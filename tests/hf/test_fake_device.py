@@ -118,7 +118,7 @@ def test_slots_that_grow(shares, kv_dtype):
 def _texts_are_not_compared(monkeypatch):
     """Skip the comparison of masks and positions with the text seen so far, for which each prompt
     and turn waits once. Fake tensors have no numbers to compare."""
-    monkeypatch.setattr(h2o.hf.cache.cache, "check_text", lambda *_: None)
+    monkeypatch.setattr(h2o.hf.cache.cache, "plan_pass", lambda *_: None)
 
 
 @pytest.mark.parametrize("name", ["llama", slow_if(True, "opt"), "gemma3"])

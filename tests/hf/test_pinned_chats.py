@@ -135,8 +135,9 @@ def test_a_document_that_is_read_twice():
             assert not survives(bare, [row], span)
         assert sum(map(len, held(cache))) == sum(map(len, held(bare)))
         mask = torch.cat([mask, torch.ones_like(question)], 1)
+        positions = (mask.cumsum(1) - 1)[:, -question.shape[1] :]
         for each in (cache, bare):
-            ours(question, attention_mask=mask, **with_cache(each))
+            ours(question, attention_mask=mask, position_ids=positions, **with_cache(each))
     with pytest.raises(ValueError, match="give budget="):
         h2o.compress_document(ours, ids, **SMALL, **how, pinned="prompt")
 

@@ -340,10 +340,13 @@ class H2OCache(CacheInspection):
             )
         guard, layer = self.guard, self.layers[layer_idx]
         guard.enter(layer_idx, key_states.shape[2])
+        columns = getattr(layer, "cumulative_length", None)
         try:
             keys_and_values = layer.update(key_states, value_states, *args, **kwargs)
         except Exception:
             guard.layer_rejected()
+            if columns is not None:  # which transformers' layer counts before it fails
+                layer.cumulative_length = columns
             raise
         if not isinstance(layer, H2OLayer):  # transformers' own layer has stored its keys by now
             free_keys_before_window(layer)

@@ -150,7 +150,8 @@ def _end_tokens(tokenizer: Any, more: Any) -> set[int | None]:
     """The end tokens of a tokenizer, and `more`: None, a token id, or a list of them."""
     given = [] if more is None else nested(more)
     given = given if is_list(given) else [given]
-    return {tokenizer.eos_token_id, *(check_count("eos_token_id", x, 0) for x in given)} - {None}
+    own = [check_count("eos_token_id", x, 0) for x in given if x is not None]
+    return {tokenizer.eos_token_id, *own} - {None}
 
 
 def _as_messages(message: Any) -> list[Any]:
