@@ -452,7 +452,7 @@ def test_a_task_that_generates_is_known_before_anything_is_measured(
         (["--compare", "full", "--prompt-length", "-2"], "--prompt-length: must be at least 1"),
         (
             ["--variant", "full", "--model_args", "prompt_length=0"],
-            "prompt_length must be .*, from 1",
+            "prompt_length is .*; expected .* of at least 1",
         ),
     ],
 )

@@ -316,7 +316,7 @@ def test_flipped_bits(written):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ({"layout": 5}, "was written in layout 5, but this version of h2o reads layout 4"),
+        ({"layout": 7}, "was written in layout 7, but this version of h2o reads layout"),
         ({"kind": "h2o profile"}, "wanted 'h2o cache'"),
         ({"layers": []}, "has 0 layers, but the model has 2"),
         ({"layers": [{"seen": 40}] * 2}, "layer 0 was written by another version.*widest"),
@@ -370,9 +370,7 @@ def test_a_file_of_a_pass_that_broke_off(written, monkeypatch):
     cache.reset()
     broken_off(ours, cache)  # now in its first pass
     cache_file.write(path, cache, ours)
-    with pytest.raises(
-        ValueError, match=r"1 of the cache's 2 layers have seen 1 tokens, the others none"
-    ):
+    with pytest.raises(ValueError, match=r"interrupted between two layers"):
         H2OCache.load(path, ours)
 
 
@@ -428,7 +426,7 @@ def test_states_are_whole():
     ours = model("llama")
     (ids,) = prompts(40)
     anew = {"capacity", "keys", "values", "is_initialized", "batch_size", "num_heads", "guard"}
-    anew |= {"_out", "_ranks", "columns"}
+    anew |= {"_out", "_ranks", "facts"}
     for positions in ("original", "cache_relative"):
         config = H2OConfig(**SMALL, positions=positions)
         cache = H2OCache(ours.config, config, trace=True)
@@ -438,7 +436,7 @@ def test_states_are_whole():
             assert isinstance(layer, H2OLayer)
             changed = {name for name, x in attributes(layer).items() if x is not old[name]}
             names = {name.partition(".")[0] for name in take_snapshot(layer).tensors}
-            assert "columns" in changed
+            assert {"slots", "facts"} <= changed
             assert changed - anew <= names | set(take_snapshot(layer).numbers)
 
 

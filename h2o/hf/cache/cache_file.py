@@ -88,14 +88,24 @@ def read(cls: Any, path: Path, model: Any, device: Any) -> Any:
         trace=settings["trace"],
         compileable=settings["compileable"],
     )
+    guard = loaded.guard
     if device is None:
         device = torch.device(getattr(model, "device", "cpu"))  # a config has none
         device = "cpu" if device.type == "meta" else device  # the model is offloaded
     _fill(loaded.layers, content, {name: x.to(device) for name, x in tensors.items()})
-    guard = loaded.guard
+    seen = [layer.slots.seen_tokens.tolist() for layer in loaded.layers if _has_slots(layer)]
+    if seen != seen[:1] * len(guard.plans):
+        raise ValueError(
+            f"{path}: the last forward pass was interrupted between two layers, which have seen "
+            "different numbers of tokens. Process the text again and save the cache again"
+        )
     guard.put(CacheState.from_dict(content["state"]), Pins(**content["pins"]))
     loaded.echo_replacement = settings.get("not_dealt", "")
     return loaded
+
+
+def _has_slots(layer: Any) -> bool:
+    return getattr(layer, "slots", None) is not None
 
 
 def _read_content(path: Path, model: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -80,6 +80,8 @@ class PassGuard:
         self.kinds = kinds
         self.storing = [index for index, kind in enumerate(kinds) if kind != "none"]
         """The layers that store something in every forward pass"""
+        self.counting = [index for index in self.storing if kinds[index] != "states"]
+        """Those of them that store keys"""
         self.last = max(self.storing[-1], last)
         """The last layer that uses the cache"""
         self.with_states = tuple(with_states)
@@ -160,8 +162,6 @@ class PassGuard:
         the_pass = self.current
         if the_pass is None or the_pass.thread != threading.get_ident():
             the_pass = self._begin(Q)
-        elif Q is not None and layer in the_pass.stored:  # the pass before was interrupted
-            the_pass = self._begin(Q)
         elif the_pass.waiting is not None:
             self.check_keys_arrived()
         if Q is None:
@@ -205,8 +205,10 @@ class PassGuard:
 
     def layer_stored(self, layer: int) -> None:
         """Record that a layer has stored its new keys."""
-        if self.current is not None:
-            self.current.stored.append(layer)
+        if (the_pass := self.current) is not None:
+            if layer in the_pass.stored:
+                raise RuntimeError(_disagreement_message(the_pass, self.counting))
+            the_pass.stored.append(layer)
 
     def layer_done(self, layer: int) -> None:
         """Record that a layer is done with its new keys. The last layer that stores any commits the
@@ -214,9 +216,10 @@ class PassGuard:
         the_pass = self.current
         if the_pass is not None:
             the_pass.waiting = None
-            if layer == self.storing[-1]:
+            is_whole = self.only_scores or len(the_pass.stored) == len(self.counting)
+            if layer == self.storing[-1] and is_whole:
                 self._commit(the_pass)
-            if layer == self.last:
+            if layer == self.last and is_whole:
                 self.current = None
 
     def layer_rejected(self) -> None:
@@ -304,10 +307,8 @@ class PassGuard:
         if the_pass is not None:
             self.check_thread()
             self.check_keys_arrived()
-            counting = [layer for layer in self.storing if self.kinds[layer] != "states"]
-            stored = the_pass.stored
-            if stored and set(stored) != set(counting):
-                raise RuntimeError(_disagreement_message(the_pass, counting))
+            if the_pass.stored and len(the_pass.stored) != len(self.counting):
+                raise RuntimeError(_disagreement_message(the_pass, self.counting))
         if self.has_states:
             last = the_pass or self.finished
             if last is not None and (last.has_missed_states or (the_pass and last.has_changed)):
@@ -372,7 +373,7 @@ def in_use_elsewhere() -> RuntimeError:
 
 def _disagreement_message(the_pass: ForwardPass, counting: list[int]) -> str:
     """Error message for a pass that was interrupted between two of the layers that store keys."""
-    stored, seen = sorted(set(the_pass.stored)), the_pass.after.columns
+    stored, seen = sorted(the_pass.stored), the_pass.after.columns
     if the_pass.before.columns:
         return (
             "the last forward pass was interrupted between two layers, which have now seen "
