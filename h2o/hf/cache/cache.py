@@ -329,8 +329,7 @@ class H2OCache(CacheInspection):
     ) -> tuple[Tensor, Tensor]:
         """Pass new keys and values to a layer. Each attention layer of the model calls this.
 
-        Raises: as `H2OLayer.update` and `PassGuard.enter`. Also ValueError if the cache has no such
-        layer.
+        Raises: as `H2OLayer.update` and `PassGuard.enter`, and ValueError for a layer too many.
         """
         if layer_idx >= len(self.layers):
             raise ValueError(
