@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from h2o.kv_dtype import count_fitting
+from h2o.kv_dtype import TokenBytes, count_fitting
 from h2o.number_checks import is_integer, is_number
 
 DEFAULT_BUDGET = 0.2
@@ -66,7 +66,7 @@ def recent_part(min_tokens: int) -> int:
 
 
 def truncate_pair(
-    pair: tuple[Amount, Amount], n: int, sinks: int, token_bytes: tuple[int, int] | None
+    pair: tuple[Amount, Amount], n: int, sinks: int, token_bytes: TokenBytes | None
 ) -> tuple[int, int]:
     """(heavy, recent) of one head in tokens, for a row whose prompt has n tokens. A fraction may
     round down to 0 tokens.
@@ -81,7 +81,7 @@ def truncate_pair(
     part = sum(pair)
     if part == 0:  # only sinks are kept
         return 0, 0
-    rest = count_fitting(int(part * n * token_bytes[0]), token_bytes, sinks)
+    rest = count_fitting(int(part * n * token_bytes.full), token_bytes, sinks)
     recent = int(rest * pair[1] / part)
     return rest - recent, recent
 
@@ -90,7 +90,7 @@ def count_pair(
     pair: tuple[Amount, Amount],
     n: int,
     sinks: int,
-    token_bytes: tuple[int, int] | None,
+    token_bytes: TokenBytes | None,
     min_tokens: int,
 ) -> tuple[int, int]:
     """Like `truncate_pair`, but a fraction of the prompt above 0 is at least one token. If an

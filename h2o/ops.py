@@ -321,25 +321,34 @@ def simulate(
     if fields:
         policy = resolve_policy(policy, fields, simulate)
     backend = backends.backend_for(query)
-    stored_keys = stored_values = None
+    stored_keys = stored_values = offsets = None
     if kv_dtype is not None:
-        stored_keys, stored_values = _quantized(keys, values, mask, kv_dtype)
+        stored_keys, stored_values, offsets = _quantized(keys, values, prompt, mask, kv_dtype)
     scale, out, evicted_at, scores = _fill_in(
         query, keys, scale, out, int32=evicted_at, float32=scores
     )
     backend.simulate(
         query, keys, values, mask, prompt, budget, out, evicted_at, scores,
-        scale, softcap, policy, stored_keys, stored_values, sink_logits,
+        scale, softcap, policy, stored_keys, stored_values, offsets, sink_logits,
     )  # fmt: skip
     return out, evicted_at, scores
 
 
-def _quantized(keys: Tensor, values: Tensor, mask: Tensor | None, kv_dtype: str) -> Any:
-    """Quantized keys and values [B, G, Q, bytes] of all tokens, ordered by position."""
+def _quantized(
+    keys: Tensor, values: Tensor, prompt: Tensor, mask: Tensor | None, kv_dtype: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantized keys and values [B, G, Q, bytes] of all tokens, ordered by position, and the
+    offsets [B, G, D] of the keys. As in a cache, only the prompt determines these."""
     B, G, Q, _ = sizes_of_keys(keys)
     slots = new_slots(keys, Q, kv_dtype=kv_dtype, shared=values is None)
-    evict(keys, values, full(keys, (B, G, Q), 0, "float32"), slots, mask=mask)
-    return slots.keys, slots.values
+    real = full(keys, (B, Q), 1, "bool") if mask is None else mask
+    parts = [mask]
+    if tuple(real.shape) == (B, Q) and tuple(prompt.shape) == (B,):  # or the core raises, below
+        late = (real != 0).cumsum(1) > prompt[:, None]
+        parts = [(real != 0) & ~late, (real != 0) & late]
+    for part in parts:
+        evict(keys, values, full(keys, (B, G, Q), 0, "float32"), slots, mask=part)
+    return slots.keys, slots.values, slots.offsets
 
 
 def open_device(tensor: Tensor) -> None:

@@ -37,7 +37,8 @@ class Slots(NamedTuple):
     """
 
     keys: Tensor
-    """[Z, G, S, D]; quantized: [Z, G, S, bytes] uint8, read by `h2o.quantization.dequantize`."""
+    """[Z, G, S, D]; quantized: [Z, G, S, bytes] uint8, read by `h2o.quantization.dequantize`, to
+    which `offsets` must be added."""
     values: Tensor | None
     """Like `keys`. None if the keys are the values too (multi-head latent attention)."""
     scores: Tensor
@@ -58,8 +59,12 @@ class Slots(NamedTuple):
     """[G + 1] int32: head g has the slots starts[g] to starts[g + 1] - 1 of axis T. [Z, G + 1] if
     the boundaries differ by row."""
     rows: Tensor | None = None
-    """[B] int32: row b of the batch is row rows[b] of the fields above. No number occurs twice.
+    """[B] int32: row b of the batch is row rows[b] of the other fields. No number occurs twice.
     None: row b of the batch is row b."""
+    offsets: Tensor | None = None
+    """[Z, G, D] float16: subtracted from a head's keys before they are quantized. `evict` sets it
+    in rows that hold nothing yet: the mean of the row's first keys (`h2o.quantization.offsets_of`).
+    None: nothing is subtracted, as always if keys are not quantized or are the values too."""
 
 
 class Kind(NamedTuple):
@@ -87,6 +92,7 @@ KINDS: dict[str, Kind] = {
     "norms": Kind("ZGS", optional=True),
     "starts": Kind("+", written=False, optional=True, dtype="int32"),
     "rows": Kind("B", written=False, optional=True, dtype="int32"),
+    "offsets": Kind("ZGD", optional=True, dtype="float16"),
 }
 """Properties of the fields of `Slots`, in their order. `csrc/h2o.h` has the same list
 (`H2O_SLOTS_FIELDS`)."""
@@ -137,7 +143,8 @@ def new_slots(
 
     `kv_dtype`: None stores keys and values in their own dtype. "int8" stores 8-bit integers with
     one 16-bit scale for each key and value. "int8-int4" stores values in four bits instead, with a
-    16-bit scale and a 16-bit minimum for every 32 elements; D must then be a multiple of 32.
+    16-bit scale and a 16-bit minimum for every 32 elements; D must then be a multiple of 32. Either
+    way each head gets `offsets`, unless the keys are the values too.
     `value_weighted`: allocate `norms`, which a policy with `value_weighted` needs.
     `shared`: allocate no `values`, because the keys are the values too.
     """
@@ -171,4 +178,5 @@ def new_slots(
         evicted_score=full(keys, (B, G), 0, "float64"),
         norms=full(keys, shape, 0, "float32") if value_weighted else None,
         starts=starts,
+        offsets=None if row_bytes is None or shared else full(keys, (B, G, D), 0, "float16"),
     )

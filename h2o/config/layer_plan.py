@@ -21,7 +21,7 @@ from h2o.budgets import (
 )
 from h2o.config import H2OConfig
 from h2o.config.head_budgets import LEAST, SHARED_TWICE, allocate_tokens, check_shares
-from h2o.kv_dtype import bytes_per_token
+from h2o.kv_dtype import TokenBytes, bytes_per_token
 from h2o.policy import Policy
 
 
@@ -37,7 +37,7 @@ class LayerPlan:
     recent: Amount | tuple[Amount, ...]
     shares: Any
     """Shares of all heads of the model: a `Table` or a Profile. None: equal shares."""
-    token_bytes: tuple[int, int] | None
+    token_bytes: TokenBytes | None
     """Bytes of a token in a full cache and in a slot. None: the budget is not in bytes."""
     sinks: int = dataclasses.field(init=False, repr=False)
     policy: Policy = dataclasses.field(init=False, repr=False)
@@ -90,7 +90,7 @@ class LayerPlan:
         `rows` is 2 (key and value) or 1 (a row that is both). The model's config has the dtype in
         which the model was loaded, which `model.to` may have changed since.
         """
-        if self.token_bytes is None or self.token_bytes[0] == rows * D * element:
+        if self.token_bytes is None or self.token_bytes.full == rows * D * element:
             return self
         config = self.config
         sizes = bytes_per_token(D, element, rows, config.kv_dtype, config.value_weighted)

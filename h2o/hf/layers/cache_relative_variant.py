@@ -127,8 +127,9 @@ def attend(
     if slots is not None:
         at = ranks(slots, sizes).clamp(min=0).long()
         D, dtype = key.shape[-1], key.dtype
-        keys, values = (dequantize(x, D).to(dtype) for x in (slots.keys, slots.values))
-        slots = slots._replace(keys=rotate(keys, table[at]), values=values)
+        keys = slot_layout.dequantized_keys(slots, sizes, D).to(dtype)
+        values = dequantize(slots.values, D).to(dtype)
+        slots = slots._replace(keys=rotate(keys, table[at]), values=values, offsets=None)
     return ops.attend(query, rotate(key, angles), value, slots, mask=mask, **more)
 
 

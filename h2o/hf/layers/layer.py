@@ -36,7 +36,6 @@ from h2o.hf.layers.crop import record_pass
 from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.prompt.cross_head_budget import Prompt, positions_in
-from h2o.quantization import warn_of_coarse_keys
 
 
 class H2OLayer(BaseLayer):
@@ -172,8 +171,6 @@ class H2OLayer(BaseLayer):
             keys, values, mask, echo = tokens.key, tokens.value, tokens.mask, None
             if unscored is None:
                 scores, echo = self.scorer.after_prompt(tokens, scores)
-                if self.config.kv_dtype is not None:
-                    warn_of_coarse_keys(tokens.query, keys, tokens.scale)
             else:
                 keys, values, mask = slot_layout.join_slots_and_tokens(unscored, keys, values, mask)
                 scores = torch.cat([unscored.scores, scores], dim=2)

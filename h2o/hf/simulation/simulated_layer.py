@@ -41,7 +41,7 @@ from h2o.hf.prompt.prompt_budget import PromptBudget
 from h2o.hf.prompt.scorers import draw_ranks, head_numbers
 from h2o.kv_dtype import stored_bytes
 from h2o.policy import Policy
-from h2o.quantization import round_to_bytes
+from h2o.quantization import offsets_of, round_to_bytes
 
 
 def simulate_tokenwise(
@@ -264,8 +264,10 @@ class VisibleKeys(NamedTuple):
         key, value = call.key.detach().float(), call.value.detach().float()
         stored = None
         if sizes := stored_bytes(self.kv_dtype, key.shape[-1]):
-            stored = round_to_bytes(key, sizes[0]), round_to_bytes(value, sizes[1])
             in_prompt = self._in_prompt(call, N)
+            first = in_prompt if call.mask is None else in_prompt & call.mask.bool()
+            offsets = offsets_of(key, first.expand(len(key), -1))
+            stored = round_to_bytes(key, sizes[0], offsets), round_to_bytes(value, sizes[1])
         parts = []
         for first in range(0, P, ROWS):
             rows = slice(first, min(first + ROWS, P))
