@@ -32,15 +32,18 @@ static bool has_narrow_sums(const h2o_operation_row *row, const void *params) {
     return false;
 }
 
-/* Whether keys are stored without an offset. */
+/* Whether offsets are given, as an operand or with the slots. */
 static bool has_offsets(const h2o_operation_row *row, const void *params) {
-    if (row == h2o_operations[H2O_SIMULATE]) {
-        return h2o_given(&((const h2o_simulate_params *)params)->offsets);
-    }
     for (int i = 0; i < row->operand_count; i++) {
         const h2o_operand *const operand = &row->operands[i];
-        const h2o_slots *const slots = (const void *)((const char *)params + operand->offset);
-        if (operand->kind == H2O_OPERAND_SLOTS && h2o_given(&slots->offsets)) return true;
+        const void *const at = (const char *)params + operand->offset;
+        if (operand->kind == H2O_OPERAND_SLOTS && h2o_given(&((const h2o_slots *)at)->offsets)) {
+            return true;
+        }
+        if (operand->kind == H2O_OPERAND_TENSOR && strcmp(operand->name, "offsets") == 0 &&
+            h2o_given((const h2o_view *)at)) {
+            return true;
+        }
     }
     return false;
 }

@@ -153,7 +153,7 @@ def _line(error: Exception) -> str:
 def _kernels(by_torch: SimpleNamespace) -> SimpleNamespace:
     """The operations of the kernels, with `by_torch` for calls that no kernel supports. Kernels get
     quantized keys without their offsets."""
-    from h2o.backends.centered import has_offsets, without_offsets
+    from h2o.backends.torch_backend.centered import has_offsets, without_offsets
 
     def operation(name: str) -> Any:
         otherwise = getattr(by_torch, name)

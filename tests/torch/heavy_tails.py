@@ -176,19 +176,23 @@ def score_errors(scores: Tensor, text: Text, dtype: torch.dtype) -> Errors:
 # ---- Operations --------------------------------------------------------------------------------
 
 
-def _hold(text: Text, tokens: int, kv_dtype: str | None) -> ops.Slots:
-    """Slots with room for the whole text, holding its first tokens."""
+def _hold(text: Text, tokens: int, kv_dtype: str | None, prompt: int | None = None) -> ops.Slots:
+    """Slots with room for the whole text, holding its first tokens. The first `prompt` of them, by
+    default all, determine the offsets of keys."""
     n = text.keys.shape[2]
     slots = ops.new_slots(text.keys, n, n, 0, kv_dtype=kv_dtype)
-    held = (x[:, :, :tokens].contiguous() for x in text[1:])
-    ops.evict(*held, torch.zeros(B, G, tokens), slots)
+    for part in (slice(prompt), slice(prompt, tokens)) if prompt else (slice(tokens),):
+        held = [x[:, :, :tokens][:, :, part].contiguous() for x in text[1:]]
+        ops.evict(*held, torch.zeros(held[0].shape[:3]), slots)
     return slots
 
 
 def _seen(slots: ops.Slots, text: Text, tokens: int) -> Text:
     """The text, with keys and values of the first tokens as the slots store them, in text order."""
     D = text.keys.shape[3]
-    rows = (dequantize(x[:, :, :tokens], D).float() for x in (slots.keys, slots.values))
+    rows = [dequantize(x[:, :, :tokens], D).float() for x in (slots.keys, slots.values)]
+    if slots.offsets is not None:
+        rows[0] = rows[0] + slots.offsets[:, :, None].float()
     new = (x[:, :, tokens:].float() for x in text[1:])
     return Text(text.query, *(torch.cat(both, 2) for both in zip(rows, new, strict=True)))
 
@@ -221,7 +225,7 @@ def simulation(text: Text, kv_dtype: str | None) -> list[Errors]:
     n = text.keys.shape[2]
     prompts, budget = (torch.tensor(x, dtype=torch.int32) for x in ([1] * B, [[n - 1, 0]] * B))
     out, *_ = ops.simulate(*text, prompts, budget, kv_dtype=kv_dtype)
-    return [errors(out[:, 1:], _seen(_hold(text, n, kv_dtype), text, n), 1)]
+    return [errors(out[:, 1:], _seen(_hold(text, n, kv_dtype, 1), text, n), 1)]
 
 
 OPERATIONS = {"step": step, "chunk": chunk, "prompt": prompt, "simulation": simulation}

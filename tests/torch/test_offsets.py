@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from h2o import ops
-from h2o.backends import centered, torch_backend
+from h2o.backends import torch_backend
+from h2o.backends.torch_backend import centered
 from h2o.quantization import CENTER_TOKENS, offsets_of
 from tests import inputs
 from tests.cases import pairs
