@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from h2o import backends
 from h2o.policy import PAPER, Policy, PolicyFields, resolve_policy
-from h2o.slots import Slots, new_slots, sizes_of_keys
+from h2o.slots import Slots, new_slots, should_center, sizes_of_keys
 from h2o.tensors import (
     check_memory,
     default_scale,
@@ -323,7 +323,10 @@ def simulate(
     backend = backends.backend_for(query)
     stored_keys = stored_values = offsets = None
     if kv_dtype is not None:
-        stored_keys, stored_values, offsets = _quantized(keys, values, prompt, mask, kv_dtype)
+        centers = should_center(keys, softcap, sink_logits)
+        stored_keys, stored_values, offsets = _quantized(
+            keys, values, prompt, mask, kv_dtype=kv_dtype, offsets=centers
+        )
     scale, out, evicted_at, scores = _fill_in(
         query, keys, scale, out, int32=evicted_at, float32=scores
     )
@@ -335,12 +338,13 @@ def simulate(
 
 
 def _quantized(
-    keys: Tensor, values: Tensor, prompt: Tensor, mask: Tensor | None, kv_dtype: str
+    keys: Tensor, values: Tensor, prompt: Tensor, mask: Tensor | None, **kind: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantized keys and values [B, G, Q, bytes] of all tokens, ordered by position, and the
-    offsets [B, G, D] of the keys. As in a cache, only the prompt determines these."""
+    offsets [B, G, D] of the keys. As in a cache, only the prompt determines these. `kind`: other
+    arguments of `new_slots`."""
     B, G, Q, _ = sizes_of_keys(keys)
-    slots = new_slots(keys, Q, kv_dtype=kv_dtype, shared=values is None)
+    slots = new_slots(keys, Q, shared=values is None, **kind)
     real = full(keys, (B, Q), 1, "bool") if mask is None else mask
     parts = [mask]
     if tuple(real.shape) == (B, Q) and tuple(prompt.shape) == (B,):  # or the core raises, below

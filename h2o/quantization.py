@@ -17,15 +17,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
 CENTER_TOKENS = 32
 """Number of a row's first keys whose mean is the offset"""
 
 
 def offsets_of(keys: Tensor, mask: Tensor | None) -> Tensor:
-    """Offsets [B, G, D] float16 of rows whose first keys are `keys` [B, G, Q, D]: their mean, of
-    `CENTER_TOKENS` keys at most. `mask`: [B, Q] bool or uint8, 0 for padding. An element is 0 if the
-    mean is not finite in float16, or if there are no keys."""
+    """Offsets [B, G, D] float16 of rows whose first keys are `keys` [B, G, Q, D]: the mean of the
+    first `CENTER_TOKENS`. `mask`: [B, Q] bool or uint8, 0 for padding. An element is 0 if the mean
+    is not finite in float16, or if there are no keys."""
     wide = torch.float32 if keys.device.type == "mps" else torch.float64  # mps has no float64
     if mask is None:
         first = keys[:, :, :CENTER_TOKENS].to(wide)
@@ -81,8 +80,8 @@ def quantize(x: Tensor, bits: int) -> Tensor:
 
 
 def dequantize(rows: Tensor, D: int, offsets: Tensor | None = None) -> Tensor:
-    """Convert stored rows [..., D] of floats or [..., bytes] from `quantize` to floats [..., D], and
-    add `offsets`, which must have as many axes or fewer."""
+    """Convert stored rows [..., D] of floats or [..., bytes] from `quantize` to floats [..., D].
+    `offsets`, which broadcast against them, are added to rows that were bytes."""
     if rows.dtype != torch.uint8:
         return rows
     x = floats(*codes(rows, D))

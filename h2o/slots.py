@@ -124,6 +124,15 @@ def sizes_of_keys(keys: Tensor) -> tuple[int, int, int, int]:
     return sizes
 
 
+def should_center(keys: Tensor, softcap: float, sink_logits: Tensor | None) -> bool:
+    """Whether to subtract offsets from quantized keys before they are stored.
+
+    h2o's kernels for GPUs know no offsets. They do without if a softmax is over products with keys
+    alone, since subtracting the same vector from all keys does not change it. A softcap and learned
+    sinks change that, and then offsets would leave every operation to torch."""
+    return not getattr(keys, "is_cuda", False) or not (softcap or sink_logits is not None)
+
+
 def new_slots(
     keys: Tensor,
     capacity: int | Sequence[int],
@@ -133,6 +142,7 @@ def new_slots(
     value_weighted: bool = False,
     kv_dtype: str | None = None,
     shared: bool = False,
+    offsets: bool = True,
 ) -> Slots:
     """Make empty slots for keys like `keys` [B, G, any, D], a torch tensor or NumPy array.
 
@@ -143,10 +153,10 @@ def new_slots(
 
     `kv_dtype`: None stores keys and values in their own dtype. "int8" stores 8-bit integers with
     one 16-bit scale for each key and value. "int8-int4" stores values in four bits instead, with a
-    16-bit scale and a 16-bit minimum for every 32 elements; D must then be a multiple of 32. Either
-    way each head gets `offsets`, unless the keys are the values too.
+    16-bit scale and a 16-bit minimum for every 32 elements; D must then be a multiple of 32.
     `value_weighted`: allocate `norms`, which a policy with `value_weighted` needs.
     `shared`: allocate no `values`, because the keys are the values too.
+    `offsets`: give quantized keys `offsets`, unless they are shared (see `should_center`).
     """
     B, G, _, D = sizes_of_keys(keys)
     even = isinstance(capacity, numbers.Integral)
@@ -165,6 +175,7 @@ def new_slots(
     row_bytes = stored_bytes(kv_dtype, D)
     shapes = [(*shape, n) for n in row_bytes or (D, D)]
     dtype = None if row_bytes is None else "uint8"
+    centered = offsets and row_bytes is not None and not shared
     budget = full(keys, budgets, heavy, "int32")
     budget[..., 1] = recent
     return Slots(
@@ -178,5 +189,5 @@ def new_slots(
         evicted_score=full(keys, (B, G), 0, "float64"),
         norms=full(keys, shape, 0, "float32") if value_weighted else None,
         starts=starts,
-        offsets=None if row_bytes is None or shared else full(keys, (B, G, D), 0, "float16"),
+        offsets=full(keys, (B, G, D), 0, "float16") if centered else None,
     )

@@ -175,7 +175,7 @@ def test_offsets_that_belong_to_no_quantized_keys():
         ops.attend(keys, keys, keys, plain)
     shared = ops.new_slots(keys, 8, kv_dtype="int8", shared=True)
     assert shared.offsets is None
-    with pytest.raises(ValueError, match="offsets: is given, but slots.keys has no values"):
+    with pytest.raises(ValueError, match=r"offsets: is given, but slots.keys has no values"):
         ops.step(keys[:, :, :1], keys[:, :, :1], None, shared._replace(offsets=offsets))
     short = ops.new_slots(keys, 8, kv_dtype="int8")._replace(offsets=offsets[..., :5])
     with pytest.raises(ValueError, match=r"slots.offsets: has shape \[1, 1, 5\], wanted \[B, G, D"):

@@ -4,8 +4,8 @@ A softmax does not change if the same number is added to all of its logits. If a
 subtracted from the new keys too, all logits of a query are lower by its product with the offset,
 and kernels can treat what is stored as keys.
 
-The centered keys are rounded to the dtype of the call. The bytes that are stored may therefore differ by
-one from those of other backends in float16 and bfloat16.
+The centered keys are rounded to the dtype of the call. In float16 and bfloat16 the bytes that are
+stored may therefore differ by one from those of other backends.
 
 Shape letters as in `h2o.ops`.
 """

@@ -46,7 +46,9 @@ class CacheRelativeVariant(PlainVariant):
         query, key = self.rotary.halves(query), self.rotary.halves(key)
         if inverse_angles is not None:
             query, key = rotate(query, inverse_angles), rotate(key, inverse_angles)
-        return super().tokens(layer, query, key, value, call)
+        tokens = super().tokens(layer, query, key, value, call)
+        self.centers_keys &= not key.is_cuda  # kernels would rotate keys without their offsets
+        return tokens
 
     def attention(
         self, layer: Any, tokens: NewTokens, slots: ops.Slots | None

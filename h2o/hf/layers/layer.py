@@ -193,6 +193,7 @@ class H2OLayer(BaseLayer):
         slots = slot_layout.create_slots(
             prompt.keys, capacity.sizes, by_row, value_weighted=self.config.value_weighted,
             kv_dtype=self.config.kv_dtype, shared=not self.variant.has_values,
+            offsets=self.variant.centers_keys,
         )  # fmt: skip
         ops.evict(
             prompt.keys, prompt.values, prompt.scores, slots, mask=prompt.mask, policy=self.policy

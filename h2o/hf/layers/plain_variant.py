@@ -17,6 +17,7 @@ from torch import Tensor
 from h2o import ops
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import AttentionCall, NewTokens, as_operand, attention
+from h2o.slots import should_center
 
 
 class PlainVariant:
@@ -26,6 +27,8 @@ class PlainVariant:
     """Whether slots have values. If not, the keys are also the values"""
     reused_by: tuple[int, ...] = ()
     """Later layers of the model that attend to the layer's keys in the same pass"""
+    centers_keys = True
+    """Whether slots for quantized keys get offsets. Known once the layer has tokens"""
 
     # ---- In a forward pass, in this order ----------------------------------------------------
 
@@ -58,6 +61,7 @@ class PlainVariant:
         Raises:
             UnsupportedError: the layer does not support the call.
         """
+        self.centers_keys = should_center(key, call.softcap, call.sink_logits)
         how = call.mask, call.scale, call.softcap, as_operand(call.sink_logits)
         return NewTokens(query, key, value, *how)
 

@@ -42,6 +42,7 @@ from h2o.hf.prompt.scorers import draw_ranks, head_numbers
 from h2o.kv_dtype import stored_bytes
 from h2o.policy import Policy
 from h2o.quantization import offsets_of, round_to_bytes
+from h2o.slots import should_center
 
 
 def simulate_tokenwise(
@@ -76,6 +77,7 @@ def simulate_tokenwise(
     slots = slot_layout.create_slots(
         text.key, sizes, by_row, value_weighted=policy.value_weighted,
         kv_dtype=plan.config.kv_dtype, shared=text.value is None,
+        offsets=should_center(text.key, text.softcap, text.sink_logits),
     )  # fmt: skip
     evicted_after = torch.full((B, G, N), -1, dtype=torch.int32, device=device)
     last = torch.zeros(B, G, N + 1, dtype=torch.float32, device=device)  # by position; N: no key
@@ -265,8 +267,10 @@ class VisibleKeys(NamedTuple):
         stored = None
         if sizes := stored_bytes(self.kv_dtype, key.shape[-1]):
             in_prompt = self._in_prompt(call, N)
-            first = in_prompt if call.mask is None else in_prompt & call.mask.bool()
-            offsets = offsets_of(key, first.expand(len(key), -1))
+            offsets = None
+            if should_center(key, call.softcap, call.sink_logits):
+                first = in_prompt if call.mask is None else in_prompt & call.mask.bool()
+                offsets = offsets_of(key, first.expand(len(key), -1))
             stored = round_to_bytes(key, sizes[0], offsets), round_to_bytes(value, sizes[1])
         parts = []
         for first in range(0, P, ROWS):
