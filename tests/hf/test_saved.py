@@ -317,7 +317,7 @@ def test_flipped_bits(written):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ({"layout": 5}, "was written in layout 5, but this version of h2o reads layout 4"),
+        ({"layout": 6}, "was written in layout 6, but this version of h2o reads layout 5"),
         ({"kind": "h2o profile"}, "wanted 'h2o cache'"),
         ({"layers": []}, "has 0 layers, but the model has 2"),
         ({"layers": [{"seen": 40}] * 2}, "layer 0 was written by another version.*widest"),
