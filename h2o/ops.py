@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from h2o import backends
 from h2o.policy import PAPER, Policy, PolicyFields, resolve_policy
-from h2o.slots import Slots, new_slots, should_center, sizes_of_keys
+from h2o.slots import Slots, new_slots, sizes_of_keys
 from h2o.tensors import (
     check_memory,
     default_scale,
@@ -284,6 +284,7 @@ def simulate(
     scale: float | None = None,
     softcap: float = 0.0,
     kv_dtype: str | None = None,
+    offsets: bool = False,
     out: Tensor | None = None,
     evicted_at: Tensor | None = None,
     scores: Tensor | None = None,
@@ -305,8 +306,8 @@ def simulate(
             eviction starts at the very beginning, as in the paper's Algorithm 1.
         budget: [B, 2], or [B, G, 2] if heads have different budgets, int32: heavy, recent.
         mask: [B, Q] bool or uint8, 0 for padding.
-        kv_dtype: format of the stored keys and values, as in `new_slots`. If given, the call needs
-            memory to store all tokens in this format.
+        kv_dtype, offsets: format of the stored keys and values, as in `new_slots`. If `kv_dtype` is
+            given, the call needs memory to store all tokens in this format.
         policy, fields, others: as in `attend` and `evict`.
 
     Returns:
@@ -321,25 +322,23 @@ def simulate(
     if fields:
         policy = resolve_policy(policy, fields, simulate)
     backend = backends.backend_for(query)
-    stored_keys = stored_values = offsets = None
+    stored: tuple[Tensor | None, ...] = (None, None, None)
     if kv_dtype is not None:
-        centers = should_center(keys, softcap, sink_logits)
-        stored_keys, stored_values, offsets = _quantized(
-            keys, values, prompt, mask, kv_dtype=kv_dtype, offsets=centers
-        )
+        kind = {"kv_dtype": kv_dtype, "offsets": offsets}
+        stored = _quantized(keys, values, prompt, mask, **kind)
     scale, out, evicted_at, scores = _fill_in(
         query, keys, scale, out, int32=evicted_at, float32=scores
     )
     backend.simulate(
         query, keys, values, mask, prompt, budget, out, evicted_at, scores,
-        scale, softcap, policy, stored_keys, stored_values, offsets, sink_logits,
+        scale, softcap, policy, *stored, sink_logits,
     )  # fmt: skip
     return out, evicted_at, scores
 
 
 def _quantized(
     keys: Tensor, values: Tensor, prompt: Tensor, mask: Tensor | None, **kind: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor | None, ...]:
     """Quantized keys and values [B, G, Q, bytes] of all tokens, ordered by position, and the
     offsets [B, G, D] of the keys. As in a cache, only the prompt determines these. `kind`: other
     arguments of `new_slots`."""

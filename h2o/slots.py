@@ -142,7 +142,7 @@ def new_slots(
     value_weighted: bool = False,
     kv_dtype: str | None = None,
     shared: bool = False,
-    offsets: bool = True,
+    offsets: bool = False,
 ) -> Slots:
     """Make empty slots for keys like `keys` [B, G, any, D], a torch tensor or NumPy array.
 
@@ -156,7 +156,8 @@ def new_slots(
     16-bit scale and a 16-bit minimum for every 32 elements; D must then be a multiple of 32.
     `value_weighted`: allocate `norms`, which a policy with `value_weighted` needs.
     `shared`: allocate no `values`, because the keys are the values too.
-    `offsets`: give quantized keys `offsets`, unless they are shared (see `should_center`).
+    `offsets`: give quantized keys `offsets`, unless they are shared, so that eight bits suffice
+    for keys around any constant. See `should_center`.
     """
     B, G, _, D = sizes_of_keys(keys)
     even = isinstance(capacity, numbers.Integral)

@@ -259,19 +259,19 @@ def _simulation(
     query, keys, values = text
     total = query.shape[2]
     pads = mask if case.pads else None
-    stored: tuple[Tensor | None, ...] = (None, None, None)
+    stored: tuple[Tensor | None, Tensor | None] = (None, None)
     if case.kv_dtype is not None:
         store = new_slots(keys, total, kv_dtype=case.kv_dtype, shared=case.shared)
         arguments = (keys, values, number(B, G, total), pads, store, Policy())
         yield "evict", arguments
-        stored = (store.keys, store.values, store.offsets)
+        stored = (store.keys, store.values)
     prompt = case.size.prompt - torch.arange(B, dtype=torch.int32, device=keys.device)
     budget = number(B, 2, dtype=torch.int32)
     budget[:, 0], budget[:, 1] = case.size.heavy, case.size.recent
     out = number(B, total, G * case.R, case.D, dtype=case.dtype)
     evicted = number(B, G, total, dtype=torch.int32)
     scores = number(B, G, total)
-    arguments = (*text, pads, prompt, budget, out, evicted, scores, *numbers, *stored, sinks)
+    arguments = (*text, pads, prompt, budget, out, evicted, scores, *numbers, *stored, None, sinks)
     yield "simulate", arguments
 
 
@@ -304,8 +304,7 @@ def _slots(actual: Slots, expected: Slots, D: int) -> list[tuple[str, Tensor, Te
     return pairs + [
         (f"slots.{field}", getattr(actual, field), getattr(expected, field))
         for field, kind in KINDS.items()
-        if kind.written and field not in (*PER_SLOT, "next_slot")
-        if getattr(actual, field) is not None
+        if kind.written and field not in (*PER_SLOT, "next_slot", "offsets")
     ]
 
 

@@ -295,6 +295,7 @@ def simulate(
     scale: float | None = None,
     softcap: float = 0.0,
     kv_dtype: str | None = None,
+    offsets: bool = False,
     out: Tensor | None = None,
     evicted_at: Tensor | None = None,
     scores: Tensor | None = None,
@@ -323,6 +324,7 @@ def simulate(
         slots = new_slots(
             keys[:1], max(1, len(real)),
             value_weighted=policy.value_weighted, kv_dtype=kv_dtype, shared=values is None,
+            offsets=offsets,
         )._replace(budget=budget[b : b + 1])  # fmt: skip
         start, first = 0, max(1, min(int(prompt[b]), len(real)))
         for stop in range(first, len(real) + 1):

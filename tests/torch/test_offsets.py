@@ -16,7 +16,7 @@ from h2o.backends.torch_backend import centered
 from h2o.quantization import CENTER_TOKENS, offsets_of
 from tests import inputs
 from tests.cases import pairs
-from tests.conversation import Conversation, assert_same_kept
+from tests.conversation import Conversation, assert_same_kept, check_simulation
 from tests.inputs import POLICIES
 from tests.torch.engines import core, oracle, portable
 
@@ -34,9 +34,9 @@ def biased(size: float, N: int = sum(CALLS)) -> inputs.Text:
     return text
 
 
-def filled(keys: torch.Tensor, **more) -> ops.Slots:
+def filled(keys: torch.Tensor) -> ops.Slots:
     n = keys.shape[2]
-    slots = ops.new_slots(keys, n + 8, n + 8, 0, kv_dtype="int8", **more)
+    slots = ops.new_slots(keys, n + 8, n + 8, 0, kv_dtype="int8", offsets=True)
     ops.evict(keys, keys, torch.zeros(keys.shape[:3]), slots)
     return slots
 
@@ -48,7 +48,7 @@ def test_a_constant_in_all_keys_costs_no_precision(engine):
     for size in (0.0, 100.0):
         exact, stored = (
             Conversation(
-                ENGINES[engine], biased(size), POLICIES["full"], kv_dtype=kv_dtype
+                ENGINES[engine], biased(size), POLICIES["full"], kv_dtype=kv_dtype, offsets=True
             ).feed_all(CALLS)
             for kv_dtype in (None, "int8")
         )
@@ -62,7 +62,12 @@ def test_quantized_keys_keep_the_same_set(engine, policy):
     """The kept sets of a cache with a constant in its keys are those without quantization."""
     exact, stored = (
         Conversation(
-            ENGINES[engine], biased(50.0), POLICIES[policy], kv_dtype=kv_dtype, budget=BUDGETS
+            ENGINES[engine],
+            biased(50.0),
+            POLICIES[policy],
+            kv_dtype=kv_dtype,
+            offsets=True,
+            budget=BUDGETS,
         ).feed_all(CALLS)
         for kv_dtype in (None, "int8")
     )
@@ -76,11 +81,35 @@ def test_quantized_keys_keep_the_same_set(engine, policy):
 )
 def test_logits_that_a_constant_would_change(engine, logits):
     """A softcap bends logits, and learned sinks share a softmax with them."""
+    stored = {"kv_dtype": "int8-int4", "offsets": True}
     talks = [
-        Conversation(e, biased(8.0), POLICIES["everything"], kv_dtype="int8-int4", **logits)
-        .feed_all(CALLS)
+        Conversation(e, biased(8.0), POLICIES["everything"], **stored, **logits).feed_all(CALLS)
         for e in (oracle(), ENGINES[engine])
-    ]  # fmt: skip
+    ]
+    np.testing.assert_allclose(talks[1].answer, talks[0].answer, rtol=1e-4, atol=1e-4)
+    assert_same_kept(talks[1], talks[0], rtol=1e-4, atol=1e-4)
+
+
+@every_engine
+@pytest.mark.parametrize("prompt", [1, 40])
+def test_simulation_is_the_cache(engine, prompt):
+    mask = np.ones((B, sum(CALLS)), bool)
+    mask[1, :5] = prompt == 1
+    check_simulation(
+        ENGINES[engine], biased(20.0), POLICIES["everything"], mask[:, :prompt].sum(1).tolist(),
+        budget=BUDGETS, mask=mask, kv_dtype="int8-int4", offsets=True, tolerance=1e-4,
+    )  # fmt: skip
+
+
+@every_engine
+def test_padded_rows_answer_as_the_oracle(engine):
+    mask = np.ones((B, sum(CALLS)), bool)
+    mask[0, :9] = mask[1, 3] = mask[1, 20] = False
+    more = {"mask": mask, "kv_dtype": "int8-int4", "offsets": True, "budget": BUDGETS}
+    talks = [
+        Conversation(e, biased(20.0), POLICIES["everything"], **more).feed_all(CALLS)
+        for e in (oracle(), ENGINES[engine])
+    ]
     np.testing.assert_allclose(talks[1].answer, talks[0].answer, rtol=1e-4, atol=1e-4)
     assert_same_kept(talks[1], talks[0], rtol=1e-4, atol=1e-4)
 
@@ -90,7 +119,7 @@ def test_they_are_set_by_the_first_keys_of_a_row():
     keys = torch.randn(B, G, 90, D, generator=torch.Generator().manual_seed(0)) + 3
     mask = torch.ones(B, 90, dtype=torch.bool)
     mask[1, :11] = mask[1, 20] = False
-    slots = ops.new_slots(keys, 100, kv_dtype="int8")
+    slots = ops.new_slots(keys, 100, kv_dtype="int8", offsets=True)
     ops.evict(keys, keys, torch.zeros(B, G, 90), slots, mask=mask)
     assert slots.offsets.dtype == torch.float16
     for b in range(B):
@@ -107,7 +136,7 @@ def test_both_backends_set_the_same_offsets():
     keys[0, 0, 3, 5], keys[1, 1, :, 7], keys[0, 1, 2, 2] = torch.nan, 1e6, -torch.inf
     mask = torch.ones(B, 50, dtype=torch.uint8)
     mask[0, 7:] = 0
-    slots = ops.new_slots(keys, 50, kv_dtype="int8")
+    slots = ops.new_slots(keys, 50, kv_dtype="int8", offsets=True)
     ops.evict(keys, keys, torch.zeros(B, G, 50), slots, mask=mask)
     assert torch.equal(slots.offsets, offsets_of(keys, mask))
     assert slots.offsets.isfinite().all()
@@ -132,7 +161,7 @@ def test_operands_without_offsets(dtype):
     run = {name: torch_backend.operation(name) for name in ("attend", "evict", "step")}
     results = []
     for changes in (lambda _, x: x, centered.without_offsets):
-        slots = ops.new_slots(text[1].repeat(2, 1, 1, 1), 80, 80, 0, kv_dtype="int8")
+        slots = ops.new_slots(text[1].repeat(2, 1, 1, 1), 80, 80, 0, kv_dtype="int8", offsets=True)
         slots = slots._replace(rows=torch.tensor([2, 1], dtype=torch.int32))
         answers, last = [], 0
         for n in CALLS:
@@ -173,10 +202,10 @@ def test_offsets_that_belong_to_no_quantized_keys():
     plain = ops.new_slots(keys, 8)._replace(offsets=offsets)
     with pytest.raises(ValueError, match=r"slots.offsets: is given, but slots.keys is not quant"):
         ops.attend(keys, keys, keys, plain)
-    shared = ops.new_slots(keys, 8, kv_dtype="int8", shared=True)
+    shared = ops.new_slots(keys, 8, kv_dtype="int8", shared=True, offsets=True)
     assert shared.offsets is None
     with pytest.raises(ValueError, match=r"offsets: is given, but slots.keys has no values"):
         ops.step(keys[:, :, :1], keys[:, :, :1], None, shared._replace(offsets=offsets))
-    short = ops.new_slots(keys, 8, kv_dtype="int8")._replace(offsets=offsets[..., :5])
+    short = ops.new_slots(keys, 8, kv_dtype="int8", offsets=True)._replace(offsets=offsets[..., :5])
     with pytest.raises(ValueError, match=r"slots.offsets: has shape \[1, 1, 5\], wanted \[B, G, D"):
         ops.attend(keys, keys, keys, short)
