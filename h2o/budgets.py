@@ -81,7 +81,7 @@ def truncate_pair(
     part = sum(pair)
     if part == 0:  # only sinks are kept
         return 0, 0
-    rest = count_fitting(int(part * n * token_bytes.full), token_bytes, sinks)
+    rest = count_fitting(int(part * n * token_bytes[0]), token_bytes, sinks)
     recent = int(rest * pair[1] / part)
     return rest - recent, recent
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 FIXED = 32
 """Bytes per head outside its slots, without offsets: `next_slot`, `budget`, `evicted_score`, and
@@ -40,21 +40,15 @@ def fewest_bits(D: int | None) -> str:
     return "int8-int4" if isinstance(D, int) and D % 32 == 0 else "int8"
 
 
-class TokenBytes(NamedTuple):
-    """Bytes for one key/value head."""
-
-    full: int
-    """A token in a full cache"""
-    slot: int
-    """A slot: a stored key and value, score, position and norm"""
-    fixed: int = FIXED
-    """What the head needs outside its slots"""
+TokenBytes = tuple[int, int, int]
+"""Bytes of a token in a full cache, of a slot (stored key and value, score, position and norm), and
+of what a head needs outside its slots; for one key/value head"""
 
 
 def count_fitting(budget: int, sizes: TokenBytes, sinks: int) -> int:
     """Number of keys, besides the sinks and a free slot, that fit into `budget` bytes per head; at
     least 1."""
-    return max(1, (budget - sizes.fixed) // sizes.slot - 1 - sinks)
+    return max(1, (budget - sizes[2]) // sizes[1] - 1 - sinks)
 
 
 def bytes_per_token(
@@ -67,4 +61,4 @@ def bytes_per_token(
     full, stored = rows * D * element, stored_bytes(kv_dtype, D)
     held = full if stored is None else sum(stored[:rows])
     offset = 0 if stored is None or rows == 1 else 2 * D
-    return TokenBytes(full, held + 8 + 4 * value_weighted, FIXED + offset)
+    return full, held + 8 + 4 * value_weighted, FIXED + offset

@@ -90,7 +90,7 @@ class LayerPlan:
         `rows` is 2 (key and value) or 1 (a row that is both). The model's config has the dtype in
         which the model was loaded, which `model.to` may have changed since.
         """
-        if self.token_bytes is None or self.token_bytes.full == rows * D * element:
+        if self.token_bytes is None or self.token_bytes[0] == rows * D * element:
             return self
         config = self.config
         sizes = bytes_per_token(D, element, rows, config.kv_dtype, config.value_weighted)

@@ -93,5 +93,5 @@ def _head_bytes(
     """
     config = setting.answering_config.for_model(model)
     size = key_size(config_of(model))
-    sizes = bytes_per_token(*size, config.kv_dtype, config.value_weighted)
-    return seen * sizes.full, sizes.fixed * texts + (kept + texts) * sizes.slot
+    full, slot, fixed = bytes_per_token(*size, config.kv_dtype, config.value_weighted)
+    return seen * full, fixed * texts + (kept + texts) * slot

@@ -27,7 +27,6 @@ from h2o.hf.cache_state.row_state import RowState
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.layers.pass_runners import CapturedRunner
 from h2o.hf.model_traits import tensor_parallel
-from h2o.kv_dtype import TokenBytes
 from h2o.model_identity import difference, record, record_difference, settings_difference
 from h2o.packages import version
 from h2o.utils.filesystem import atomic_write
@@ -270,7 +269,7 @@ def _config(fields: dict[str, Any]) -> H2OConfig:
     if isinstance(fields.get("head_shares"), dict):
         fields["head_shares"] = Profile.from_dict(fields["head_shares"])
     if fields.get("_token_bytes") is not None:
-        fields["_token_bytes"] = TokenBytes(*fields["_token_bytes"])
+        fields["_token_bytes"] = tuple(fields["_token_bytes"])
     try:
         return H2OConfig(**fields)
     except TypeError as error:
