@@ -298,7 +298,7 @@ CUDA_TESTS := tests/core/test_golden.py tests/core/test_ops.py tests/core/test_s
 # apart are therefore left out here, but not in `make test-gpu`: among others most policies in tests of
 # shapes, and decode steps of many heads computed in two ways, each of which test_table checks.
 FEW_POLICIES := h2o or decayed-max or everything
-CUDA_EMULATED := not large_store and not oracle and not 576 \
+CUDA_EMULATED := not large_store and not offsets and not oracle and not 576 \
 	and not (as_with_values and not ($(FEW_POLICIES))) \
 	and not (step_is_attend and (many or 32)) and not (test_heavy_tails and (128 or shapes) and not (step and int8))
 # `make test` and .ci/run run fewer cases: they leave out one dtype of each table, and all but a few

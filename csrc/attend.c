@@ -31,7 +31,8 @@ static int check_attend(void *parameters, h2o_error *error) {
         !params->has_slots) {
         return status;
     }
-    return h2o_check_rows(&params->slots.keys, &params->slots.values, params->dims.D, error);
+    return h2o_check_rows(&params->slots.keys, &params->slots.values, &params->slots.offsets,
+                          params->dims.D, error);
 }
 
 static int count_attend(void *parameters, void *memory, h2o_error *error) {

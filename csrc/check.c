@@ -393,7 +393,8 @@ static const char *rows_text(int64_t D, char text[100]) {
     return text;
 }
 
-int h2o_check_rows(const h2o_view *keys, const h2o_view *values, int64_t D, h2o_error *error) {
+int h2o_check_rows(const h2o_view *keys, const h2o_view *values, const h2o_view *offsets, int64_t D,
+                   h2o_error *error) {
     const h2o_view *const views[] = {keys, values};
     for (int i = 0; i < 2; i++) {
         const h2o_view *const view = views[i];
@@ -413,6 +414,10 @@ int h2o_check_rows(const h2o_view *keys, const h2o_view *values, int64_t D, h2o_
         return h2o_fail(
             error, H2O_ETYPE, "%s: has dtype %s and %s has %s, wanted both quantized or neither",
             keys->name, h2o_dtype_name(keys->dtype), values->name, h2o_dtype_name(values->dtype));
+    }
+    if (h2o_given(offsets) && (keys->dtype != H2O_U8 || values->data == keys->data)) {
+        return h2o_fail(error, H2O_EVALUE, "%s: is given, but %s %s", offsets->name, keys->name,
+                        keys->dtype != H2O_U8 ? "is not quantized" : "has no values beside it");
     }
     return H2O_OK;
 }

@@ -7,6 +7,11 @@
  *        and element j + 16 in its high half. Then an f16 scale and an f16 minimum for
  *        each group: x = minimum + scale * q
  *
+ * Keys whose elements lie around a constant far from 0, as a bias of the key projection makes
+ * them, need a coarse scale. So an offset for each row and head is subtracted before a key is
+ * quantized: the mean of the first keys of the row, up to CENTER_TOKENS of them. A key is read as
+ * offset + scale * q. (SageAttention, Zhang et al., ICLR 2025, subtracts the mean of all keys.)
+ *
  * Scales are rounded up and minima down, so that only values beyond the range of f16 are
  * clipped. Elements are rounded to nearest, ties to even. If an element is not finite, the
  * scale is NaN, and so is everything that is read with it. (Symmetric per-token bytes for
@@ -19,7 +24,7 @@
 
 #include <math.h>
 
-enum { F16_MOST = 0x7bff, F16_NAN = 0x7e00 };
+enum { F16_MOST = 0x7bff, F16_NAN = 0x7e00, CENTER_TOKENS = 32 };
 
 /* The smallest f16 >= max(x, 0); the largest finite f16 if x is beyond it. */
 H2O_INLINE uint16_t f16_no_less(float x) {
@@ -67,6 +72,12 @@ H2O_INLINE int32_t quantized(quantizer q, float x, float low, float high) {
     if (!(scale > 0.0f)) return 0; /* all elements are equal, or one is not finite */
     const float rounded = nearbyintf((x - float_from_f16(q.minimum)) / scale);
     return (int32_t)(rounded < low ? low : rounded > high ? high : rounded);
+}
+
+/* An element of an offset, given the sum of `count` keys' elements, as f16. 0 if it is not finite. */
+H2O_INLINE uint16_t offset_element(double sum, int64_t count) {
+    const float mean = (float)(sum / (double)count);
+    return fabsf(mean) <= 65504.0f ? f16_from_float(mean) : (uint16_t)0;
 }
 
 /* Byte offsets in a Q4 row, for the group of element d: of its elements, and of its scale and

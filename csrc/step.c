@@ -55,8 +55,8 @@ static int check_step(void *parameters, h2o_error *error) {
     if ((status = h2o_check_logits(params->scale, params->softcap, error)) ||
         (status = h2o_check_operands(&h2o_operation_step, params, error)) ||
         (status = h2o_share_values(&params->value, &params->key, &params->slots, error)) ||
-        (status =
-             h2o_check_rows(&params->slots.keys, &params->slots.values, params->dims.D, error)) ||
+        (status = h2o_check_rows(&params->slots.keys, &params->slots.values, &params->slots.offsets,
+                                 params->dims.D, error)) ||
         (status = check_rotary(rotary, &params->dims, error)) ||
         (status = check_rotated(rotary, &params->slots.keys, params->dims.D, error))) {
         return status;

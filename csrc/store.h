@@ -12,6 +12,11 @@ typedef struct {
     int64_t stride;   /* elements from one element to the next; 1 if quantized */
 } row_ref;
 
+H2O_INLINE row_ref no_row(void) {
+    const row_ref none = {NULL, H2O_NONE, 1};
+    return none;
+}
+
 /* Row [a, b, c] of a tensor [.., .., .., D]. */
 H2O_INLINE row_ref tensor_row(const h2o_view *view, int64_t a, int64_t b, int64_t c) {
     const row_ref row = {(const char *)h2o_at(view, a, b, c), view->dtype, view->stride[3]};
@@ -34,6 +39,7 @@ typedef struct {
     slot_rows keys, values;
     float *scores, *norms; /* [S]; norms may be NULL */
     int32_t *positions;    /* [S] */
+    row_ref offset;        /* of quantized keys [D]; no_row: none */
 } slot_store;
 
 /* Whether the keys serve as values. */
@@ -50,6 +56,14 @@ H2O_INLINE slot_rows open_slot_rows(const h2o_view *view, const h2o_head *head, 
     return rows;
 }
 
+/* Row [a, b] of offsets [.., .., D]; no_row if none are given. */
+H2O_INLINE row_ref offset_of(const h2o_view *offsets, int64_t a, int64_t b) {
+    if (!h2o_given(offsets)) return no_row();
+    const row_ref row = {(const char *)h2o_at(offsets, a, b, 0), H2O_F16, 1};
+    return row;
+}
+
+/* The store of a head, without its offset. */
 H2O_INLINE slot_store open_store(const h2o_slots *slots, const h2o_head *head, int64_t D) {
     const int64_t row = head->row;
     const bool norms = h2o_given(&slots->norms);

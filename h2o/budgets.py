@@ -19,7 +19,7 @@ from h2o.arguments.plain_values import (
     plain,
     refuse_meta,
 )
-from h2o.kv_dtype import count_fitting
+from h2o.kv_dtype import TokenBytes, count_fitting
 
 DEFAULT_BUDGET = 0.2
 """`budget` of a config without `budget`, `heavy` and `recent`: a fifth of a full cache's bytes."""
@@ -78,7 +78,7 @@ def recent_part(min_tokens: int) -> int:
 
 
 def truncate_pair(
-    pair: tuple[Amount, Amount], n: int, sinks: int, token_bytes: tuple[int, int] | None
+    pair: tuple[Amount, Amount], n: int, sinks: int, token_bytes: TokenBytes | None
 ) -> tuple[int, int]:
     """(heavy, recent) of one head in tokens, for a row whose prompt has n tokens. A fraction may
     round down to 0 tokens.
@@ -102,7 +102,7 @@ def count_pair(
     pair: tuple[Amount, Amount],
     n: int,
     sinks: int,
-    token_bytes: tuple[int, int] | None,
+    token_bytes: TokenBytes | None,
     min_tokens: int,
 ) -> tuple[int, int]:
     """Like `truncate_pair`, but a fraction of the prompt above 0 is at least one token. If an

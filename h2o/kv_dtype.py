@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 FIXED = 32
-"""Bytes per head outside its slots: `next_slot`, `budget`, `evicted_score`, and the head's part of
-the row's `seen_tokens`."""
+"""Bytes per head outside its slots, without offsets: `next_slot`, `budget`, `evicted_score`, and
+the head's part of the row's `seen_tokens`."""
 
 
 QUANTIZED = ("int8", "int8-int4")
@@ -38,20 +38,25 @@ def fewest_bits(D: int | None) -> str:
     return "int8-int4" if isinstance(D, int) and D % 32 == 0 else "int8"
 
 
-def count_fitting(budget: int, slot: tuple[int, int], sinks: int) -> int:
+TokenBytes = tuple[int, int, int]
+"""Bytes of a token in a full cache, of a slot (stored key and value, score, position and norm), and
+of what a head needs outside its slots; for one key/value head"""
+
+
+def count_fitting(budget: int, sizes: TokenBytes, sinks: int) -> int:
     """Number of keys, besides the sinks and a free slot, that fit into `budget` bytes per head; at
-    least 1. `slot`: see `bytes_per_token`."""
-    return max(1, (budget - FIXED) // slot[1] - 1 - sinks)
+    least 1."""
+    return max(1, (budget - sizes[2]) // sizes[1] - 1 - sinks)
 
 
 def bytes_per_token(
     D: int, element: int, rows: int, kv_dtype: str | None, value_weighted: bool
-) -> tuple[int, int]:
-    """(bytes of a token in a full cache, bytes of a slot), for one key/value head.
+) -> TokenBytes:
+    """Bytes of a head with elements of `element` bytes each in a full cache.
 
-    A full cache has elements of `element` bytes. A slot also has score, position and norm. `rows`
-    is 2 (key and value) or 1 (a row that is both).
+    `rows` is 2 (key and value) or 1 (a row that is both). Quantized keys with values have offsets.
     """
     full, stored = rows * D * element, stored_bytes(kv_dtype, D)
     held = full if stored is None else sum(stored[:rows])
-    return full, held + 8 + 4 * value_weighted
+    offset = 0 if stored is None or rows == 1 else 2 * D
+    return full, held + 8 + 4 * value_weighted, FIXED + offset

@@ -284,6 +284,7 @@ def simulate(
     scale: float | None = None,
     softcap: float = 0.0,
     kv_dtype: str | None = None,
+    offsets: bool = False,
     out: Tensor | None = None,
     evicted_at: Tensor | None = None,
     scores: Tensor | None = None,
@@ -305,8 +306,8 @@ def simulate(
             eviction starts at the very beginning, as in the paper's Algorithm 1.
         budget: [B, 2], or [B, G, 2] if heads have different budgets, int32: heavy, recent.
         mask: [B, Q] bool or uint8, 0 for padding.
-        kv_dtype: format of the stored keys and values, as in `new_slots`. If given, the call needs
-            memory to store all tokens in this format.
+        kv_dtype, offsets: format of the stored keys and values, as in `new_slots`. If `kv_dtype` is
+            given, the call needs memory to store all tokens in this format.
         policy, fields, others: as in `attend` and `evict`.
 
     Returns:
@@ -321,25 +322,36 @@ def simulate(
     if fields:
         policy = resolve_policy(policy, fields, simulate)
     backend = backends.backend_for(query)
-    stored_keys = stored_values = None
+    stored: tuple[Tensor | None, ...] = (None, None, None)
     if kv_dtype is not None:
-        stored_keys, stored_values = _quantized(keys, values, mask, kv_dtype)
+        kind = {"kv_dtype": kv_dtype, "offsets": offsets}
+        stored = _quantized(keys, values, prompt, mask, **kind)
     scale, out, evicted_at, scores = _fill_in(
         query, keys, scale, out, int32=evicted_at, float32=scores
     )
     backend.simulate(
         query, keys, values, mask, prompt, budget, out, evicted_at, scores,
-        scale, softcap, policy, stored_keys, stored_values, sink_logits,
+        scale, softcap, policy, *stored, sink_logits,
     )  # fmt: skip
     return out, evicted_at, scores
 
 
-def _quantized(keys: Tensor, values: Tensor, mask: Tensor | None, kv_dtype: str) -> Any:
-    """Quantized keys and values [B, G, Q, bytes] of all tokens, ordered by position."""
+def _quantized(
+    keys: Tensor, values: Tensor, prompt: Tensor, mask: Tensor | None, **kind: Any
+) -> tuple[Tensor | None, ...]:
+    """Quantized keys and values [B, G, Q, bytes] of all tokens, ordered by position, and the
+    offsets [B, G, D] of the keys. As in a cache, only the prompt determines these. `kind`: other
+    arguments of `new_slots`."""
     B, G, Q, _ = sizes_of_keys(keys)
-    slots = new_slots(keys, Q, kv_dtype=kv_dtype, shared=values is None)
-    evict(keys, values, full(keys, (B, G, Q), 0, "float32"), slots, mask=mask)
-    return slots.keys, slots.values
+    slots = new_slots(keys, Q, shared=values is None, **kind)
+    real = full(keys, (B, Q), 1, "bool") if mask is None else mask
+    parts = [mask]
+    if tuple(real.shape) == (B, Q) and tuple(prompt.shape) == (B,):  # or the core raises, below
+        late = (real != 0).cumsum(1) > prompt[:, None]
+        parts = [(real != 0) & ~late, (real != 0) & late]
+    for part in parts:
+        evict(keys, values, full(keys, (B, G, Q), 0, "float32"), slots, mask=part)
+    return slots.keys, slots.values, slots.offsets
 
 
 def open_device(tensor: Tensor) -> None:

@@ -4,19 +4,53 @@ The rows equal those of the C core (`csrc/cpu/stored_rows.h`) bit for bit. Keys 
 symmetrically per token, values asymmetrically in groups: compare Liu et al., "KIVI: A Tuning-Free
 Asymmetric 2bit Quantization for KV Cache", ICML 2024.
 
-Shape letters: n rows, D head dimension.
+All elements of a quantized key share a scale. If some elements lie around a constant far from 0, as
+a bias makes them in Qwen2 and Qwen2.5, the others would be lost. An offset is therefore subtracted
+from the keys of a head before they are quantized. Compare Zhang et al., "SageAttention: Accurate
+8-Bit Attention for Plug-and-play Inference Acceleration", ICLR 2025, which subtracts the mean key.
+
+Shape letters: n rows, B batch rows, G key/value heads, Q new tokens, D head dimension.
 """
 
 from __future__ import annotations
-
-import functools
-import math
-import warnings
 
 import torch
 from torch import Tensor
 
 from h2o.arguments.plain_values import check_choice
+
+CENTER_TOKENS = 32
+"""Number of a row's first keys whose mean is the offset"""
+
+
+def offsets_of(keys: Tensor, mask: Tensor | None) -> Tensor:
+    """Offsets [B, G, D] float16 of rows whose first keys are `keys` [B, G, Q, D]: the mean of the
+    first `CENTER_TOKENS`. `mask`: [B, Q] bool or uint8, 0 for padding. An element is 0 if the mean
+    is not finite in float16, or if there are no keys."""
+    wide = torch.float32 if keys.device.type == "mps" else torch.float64  # mps has no float64
+    if mask is None:
+        first = keys[:, :, :CENTER_TOKENS].to(wide)
+        mean = first.sum(2) / first.shape[2]
+    else:
+        real = mask.bool()
+        first = real & (real.cumsum(1) <= CENTER_TOKENS)
+        chosen = keys.to(wide).masked_fill(~first[:, None, :, None], 0)
+        mean = chosen.sum(2) / first.sum(1).clamp(min=1)[:, None, None]
+    mean = mean.float()
+    most = torch.finfo(torch.float16).max
+    return torch.where(mean.abs() <= most, mean, 0.0).half()  # NaN compares false
+
+
+def set_offsets(offsets: Tensor, empty: Tensor, keys: Tensor, mask: Tensor | None) -> None:
+    """Set the offsets [B, G, D] of rows that hold nothing yet (`empty`, [B] bool) and get keys."""
+    if mask is not None:
+        empty = empty & mask.bool().any(1)
+    offsets.copy_(torch.where(empty[:, None, None], offsets_of(keys, mask), offsets))
+
+
+def subtract(keys: Tensor, offsets: Tensor | None) -> Tensor:
+    """Keys [B, G, n, D] without their offsets [B, G, D], in float32; unchanged without offsets."""
+    return keys if offsets is None else keys.float() - offsets[:, :, None].float()
 
 
 def quantize(x: Tensor, bits: int) -> Tensor:
@@ -48,11 +82,13 @@ def quantize(x: Tensor, bits: int) -> Tensor:
     return torch.cat([nibbles, numbers.view(n, -1)], -1)
 
 
-def dequantize(rows: Tensor, D: int) -> Tensor:
-    """Convert stored rows [..., D] of floats or [..., bytes] from `quantize` to floats [..., D]."""
+def dequantize(rows: Tensor, D: int, offsets: Tensor | None = None) -> Tensor:
+    """Convert stored rows [..., D] of floats or [..., bytes] from `quantize` to floats [..., D].
+    `offsets`, which broadcast against them, are added to rows that were bytes."""
     if rows.dtype != torch.uint8:
         return rows
-    return floats(*codes(rows, D))
+    x = floats(*codes(rows, D))
+    return x if offsets is None else x.add_(offsets.float())
 
 
 def codes(rows: Tensor, D: int) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -77,9 +113,10 @@ def stored_like(x: Tensor, rows: Tensor) -> Tensor:
     return x.to(rows.dtype) if rows.dtype != torch.uint8 else _to_bytes(x, rows.shape[-1])
 
 
-def round_to_bytes(x: Tensor, size: int) -> Tensor:
-    """Round x [..., D] as slots with `size` bytes per row would."""
-    return dequantize(_to_bytes(x, size), x.shape[-1])
+def round_to_bytes(x: Tensor, size: int, offsets: Tensor | None = None) -> Tensor:
+    """Round x [B, G, n, D] as slots with `size` bytes per row and these offsets [B, G, D] would."""
+    rows = _to_bytes(subtract(x, offsets), size)
+    return dequantize(rows, x.shape[-1], None if offsets is None else offsets[:, :, None])
 
 
 def _to_bytes(x: Tensor, size: int) -> Tensor:
@@ -121,37 +158,3 @@ def _ratio(x: Tensor, scale: Tensor) -> Tensor:
     """x / scale, rounded to an integer; 0 where the scale is 0 or NaN."""
     usable = scale.float() > 0
     return torch.where(usable, (x / scale.float().masked_fill(~usable, 1)).round(), 0)
-
-
-COARSE = 0.5
-"""Rounding error of attention logits from which answers suffer. Most models have less than 0.1."""
-SAMPLE = 64
-"""Number of a prompt's tokens, evenly spaced, that tell the error"""
-
-
-def warn_of_coarse_keys(query: Tensor, key: Tensor, scale: float | None) -> None:
-    """Warn if eight bits are too few for the keys of a prompt.
-
-    All elements of a stored key share a scale. If a few are far larger than the others, as a bias
-    makes them in Qwen2 and Qwen2.5, the others are lost. The typical error of a logit tells. It is
-    not computed on a GPU, for which the host would have to wait.
-
-    Args:
-        query: [B, H, Q, D].
-        key: [B, G, Q, D]. Nothing is checked if the keys are latents, which have another D.
-        scale: factor of q.k; None means 1 / sqrt(D).
-    """
-    D = key.shape[-1]
-    if torch.compiler.is_compiling() or not key.is_cpu or query.shape[-1] != D:
-        return
-    norm = functools.partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float32)
-    some = slice(None, None, -(-key.shape[2] // SAMPLE))
-    rounding = norm(key[:, :, some], math.inf).median() / 127 / 12**0.5
-    error = rounding * norm(query[:, :, some]).median() * (D**-0.5 if scale is None else abs(scale))
-    if bool(error > COARSE):
-        warnings.warn(
-            "eight bits are too few for the keys of this model: a few elements of each key are far "
-            "larger than the others, so rounding changes what the model attends to. Pass "
-            'kv_dtype=None besides the budget (in vLLM "kv_dtype": null)',
-            stacklevel=2,
-        )

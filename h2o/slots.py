@@ -43,7 +43,8 @@ class Slots(NamedTuple):
     """
 
     keys: Tensor
-    """[Z, G, S, D]; quantized: [Z, G, S, bytes] uint8, read by `h2o.quantization.dequantize`."""
+    """[Z, G, S, D]; quantized: [Z, G, S, bytes] uint8, read by `h2o.quantization.dequantize`, to
+    which `offsets` must be added."""
     values: Tensor | None
     """Like `keys`. None if the keys are the values too (multi-head latent attention)."""
     scores: Tensor
@@ -64,8 +65,12 @@ class Slots(NamedTuple):
     """[G + 1] int32: head g has the slots starts[g] to starts[g + 1] - 1 of axis T. [Z, G + 1] if
     the boundaries differ by row."""
     rows: Tensor | None = None
-    """[B] int32: row b of the batch is row rows[b] of the fields above. No number occurs twice.
+    """[B] int32: row b of the batch is row rows[b] of the other fields. No number occurs twice.
     None: row b of the batch is row b."""
+    offsets: Tensor | None = None
+    """[Z, G, D] float16: subtracted from a head's keys before they are quantized. `evict` sets it
+    in rows that hold nothing yet: the mean of the row's first keys (`h2o.quantization.offsets_of`).
+    None: nothing is subtracted, as always if keys are not quantized or are the values too."""
 
 
 class Kind(NamedTuple):
@@ -93,6 +98,7 @@ KINDS: dict[str, Kind] = {
     "norms": Kind("ZGS", optional=True),
     "starts": Kind("+", written=False, optional=True, dtype="int32"),
     "rows": Kind("B", written=False, optional=True, dtype="int32"),
+    "offsets": Kind("ZGD", optional=True, dtype="float16"),
 }
 """Properties of the fields of `Slots`, in their order. `csrc/h2o.h` has the same list
 (`H2O_SLOTS_FIELDS`)."""
@@ -124,6 +130,15 @@ def sizes_of_keys(keys: Tensor) -> tuple[int, int, int, int]:
     return sizes
 
 
+def should_center(keys: Tensor, softcap: float, sink_logits: Tensor | None) -> bool:
+    """Whether to subtract offsets from quantized keys before they are stored.
+
+    h2o's kernels for GPUs know no offsets. They do without if a softmax is over products with keys
+    alone, since subtracting the same vector from all keys does not change it. A softcap and learned
+    sinks change that, and then offsets would leave every operation to torch."""
+    return not getattr(keys, "is_cuda", False) or not (softcap or sink_logits is not None)
+
+
 def new_slots(
     keys: Tensor,
     capacity: int | Sequence[int],
@@ -133,6 +148,7 @@ def new_slots(
     value_weighted: bool = False,
     kv_dtype: str | None = None,
     shared: bool = False,
+    offsets: bool = False,
 ) -> Slots:
     """Make empty slots for keys like `keys` [B, G, any, D], a torch tensor or NumPy array.
 
@@ -146,6 +162,8 @@ def new_slots(
     16-bit scale and a 16-bit minimum for every 32 elements; D must then be a multiple of 32.
     `value_weighted`: allocate `norms`, which a policy with `value_weighted` needs.
     `shared`: allocate no `values`, because the keys are the values too.
+    `offsets`: give quantized keys `offsets`, unless they are shared, so that eight bits suffice
+    for keys around any constant. See `should_center`.
     """
     B, G, _, D = sizes_of_keys(keys)
     even = not is_list(nested(capacity))
@@ -164,6 +182,7 @@ def new_slots(
     row_bytes = stored_bytes(check_choice("kv_dtype", kv_dtype, (None, *QUANTIZED)), D)
     shapes = [(*shape, n) for n in row_bytes or (D, D)]
     dtype = None if row_bytes is None else "uint8"
+    centered = offsets and row_bytes is not None and not shared
     budget = full(keys, budgets, heavy, "int32")
     budget[..., 1] = recent
     return Slots(
@@ -177,4 +196,5 @@ def new_slots(
         evicted_score=full(keys, (B, G), 0, "float64"),
         norms=full(keys, shape, 0, "float32") if value_weighted else None,
         starts=starts,
+        offsets=full(keys, (B, G, D), 0, "float16") if centered else None,
     )

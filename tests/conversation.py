@@ -51,6 +51,7 @@ class Conversation:
         capacity: int | list[int] | None = None,
         stepwise: bool = True,
         kv_dtype: str | None = None,
+        offsets: bool = False,
         shared: bool = False,
         place: Callable[[Any], Any] = lambda slots: slots,
     ):
@@ -69,7 +70,7 @@ class Conversation:
             capacity = np.minimum(most, N).tolist()
         self.slots = ops.new_slots(
             self.keys, capacity, value_weighted=policy.value_weighted, kv_dtype=kv_dtype,
-            shared=shared,
+            shared=shared, offsets=offsets,
         )  # fmt: skip
         self.slots.budget[:] = engine.tensor(rows)
         self.slots = place(self.slots)
@@ -189,7 +190,7 @@ def check_as_rows_in_sequence(
 def check_simulation(
     engine: Engine, text: Text, policy: Policy, prompt: list[int], *,
     budget: np.ndarray | None = None, mask: np.ndarray | None = None, kv_dtype: str | None = None,
-    tolerance: float = 2e-5, compares_evictions: bool = True,
+    offsets: bool = False, tolerance: float = 2e-5, compares_evictions: bool = True,
 ) -> None:  # fmt: skip
     """Check that a simulated text has the outputs, the evictions after each column and the last
     scores of caches that are each fed one row: its `prompt` tokens at once, the others one by one.
@@ -204,14 +205,15 @@ def check_simulation(
     counts = (engine.tensor(np.asarray(x, np.int32)) for x in (prompt, rows))
     simulated = engine.module.simulate(
         *map(engine.tensor, text), *counts, mask=engine.tensor(mask), kv_dtype=kv_dtype,
-        **policy.ranking,
+        offsets=offsets, **policy.ranking,
     )  # fmt: skip
     out, evicted_at, scores = map(as_float64, simulated)
     for b in range(B):
         one, columns = slice(b, b + 1), np.flatnonzero(mask[b])
         talk = Conversation(
             engine, Text(*(x[one] for x in text)), policy, mask=mask[one], budget=rows[one],
-            kv_dtype=kv_dtype, stepwise=False,  # a prompt of one token is no decode step
+            kv_dtype=kv_dtype, offsets=offsets,
+            stepwise=False,  # a prompt of one token is no decode step
         )  # fmt: skip
         first = int(columns[prompt[b] - 1]) + 1
         talk.feed(first)

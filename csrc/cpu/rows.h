@@ -47,6 +47,13 @@ static inline float row_norm(row_ref row, int64_t D) {
     return sqrtf(vf_hsum(sum));
 }
 
+/* The dot product of two rows of floats. */
+static inline float row_dot(row_ref a, row_ref b, int64_t D) {
+    vf sum = vf_zero();
+    for (int64_t i = 0; i < D; i += VL) sum = vf_fma(row_load(a, i, D), row_load(b, i, D), sum);
+    return vf_hsum(sum);
+}
+
 /* Adds 0 if x is finite, else NaN. A sum of 0 means that everything added was finite. */
 VEC vf add_unfinite(vf sum, vf x) { return vf_add(sum, vf_sub(x, x)); }
 

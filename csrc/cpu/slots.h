@@ -8,14 +8,23 @@
 #include "../store.h"
 #include "stored_rows.h"
 
+/* The store of head g of a row. */
+static inline slot_store open_head(const h2o_slots *slots, const h2o_head *head, int64_t g,
+                                   int64_t D) {
+    slot_store store = open_store(slots, head, D);
+    store.offset = offset_of(&slots->offsets, head->row, g);
+    return store;
+}
+
 /* Writes the key and value of the new token at index `column` of axis Q to a slot. */
 static inline void store_token(const slot_store *store, int64_t slot, const h2o_view *keys,
                                const h2o_view *values, int64_t b, int64_t g, int64_t column,
                                int64_t D) {
-    store_row(slot_row(&store->keys, slot), store->keys.type, tensor_row(keys, b, g, column), D);
+    store_row(slot_row(&store->keys, slot), store->keys.type, tensor_row(keys, b, g, column),
+              store->offset, D);
     if (store_is_shared(store)) return;
     store_row(slot_row(&store->values, slot), store->values.type, tensor_row(values, b, g, column),
-              D);
+              no_row(), D);
 }
 
 /* Atomic, like advance_seen_tokens: a call in another thread may be reading both. */

@@ -32,10 +32,28 @@ static bool has_narrow_sums(const h2o_operation_row *row, const void *params) {
     return false;
 }
 
-/* Whether kernels support these sizes. They compute no log_sums; a fake tensor has no memory. */
+/* Whether offsets are given, as an operand or with the slots. */
+static bool has_offsets(const h2o_operation_row *row, const void *params) {
+    for (int i = 0; i < row->operand_count; i++) {
+        const h2o_operand *const operand = &row->operands[i];
+        const void *const at = (const char *)params + operand->offset;
+        if (operand->kind == H2O_OPERAND_SLOTS && h2o_given(&((const h2o_slots *)at)->offsets)) {
+            return true;
+        }
+        if (operand->kind == H2O_OPERAND_TENSOR && strcmp(operand->name, "offsets") == 0 &&
+            h2o_given((const h2o_view *)at)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Whether kernels support these sizes. They compute no log_sums and know no offsets, which
+ * h2o.backends.cuda subtracts; a fake tensor has no memory. */
 static bool is_served(const h2o_operation_row *row, const void *params) {
     const h2o_attend_params *const attend = params;
     if (row == h2o_operations[H2O_ATTEND] && h2o_given(&attend->log_sums)) return false;
+    if (has_offsets(row, params)) return false;
     const h2o_dims *const dims = (const void *)((const char *)params + row->dims);
     return dims->D <= CUDA_WIDE && dims->R <= CUDA_GROUP && dims->S < CUDA_SLOTS &&
            dims->H <= MOST_BLOCKS && dims->G <= MOST_BLOCKS && dims->B <= MOST_BLOCKS &&

@@ -151,7 +151,9 @@ def _line(error: Exception) -> str:
 
 
 def _kernels(by_torch: SimpleNamespace) -> SimpleNamespace:
-    """The operations of the kernels, with `by_torch` for calls that no kernel supports."""
+    """The operations of the kernels, with `by_torch` for calls that no kernel supports. Kernels get
+    quantized keys without their offsets."""
+    from h2o.backends.torch_backend.centered import has_offsets, without_offsets
 
     def operation(name: str) -> Any:
         otherwise = getattr(by_torch, name)
@@ -166,6 +168,13 @@ def _kernels(by_torch: SimpleNamespace) -> SimpleNamespace:
 
         def run(*operands: Any) -> None:
             leader = operands[0]
+            if has_offsets(name, operands):
+                check_operands(name, *operands)
+                centered = without_offsets(name, operands)
+                if centered is None:
+                    otherwise(*operands)
+                    return
+                operands = centered
             if _has_table(leader):  # through which the core gets the stream, on any device
                 is_supported = queue(leader, operands, None)
             else:

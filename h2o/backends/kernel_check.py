@@ -271,7 +271,7 @@ def _simulation(
     out = number(B, total, G * case.R, case.D, dtype=case.dtype)
     evicted = number(B, G, total, dtype=torch.int32)
     scores = number(B, G, total)
-    arguments = (*text, pads, prompt, budget, out, evicted, scores, *numbers, *stored, sinks)
+    arguments = (*text, pads, prompt, budget, out, evicted, scores, *numbers, *stored, None, sinks)
     yield "simulate", arguments
 
 
@@ -304,7 +304,7 @@ def _slots(actual: Slots, expected: Slots, D: int) -> list[tuple[str, Tensor, Te
     return pairs + [
         (f"slots.{field}", getattr(actual, field), getattr(expected, field))
         for field, kind in KINDS.items()
-        if kind.written and field not in (*PER_SLOT, "next_slot")
+        if kind.written and field not in (*PER_SLOT, "next_slot", "offsets")
     ]
 
 

@@ -51,6 +51,7 @@ OPERANDS: dict[str, Kind] = {
     "ranks": _operand("ZGS", written=True, optional=True, dtype="int32"),
     "stored_keys": _operand("BGQD", optional=True, dtype="uint8"),
     "stored_values": _operand("BGQD", optional=True, dtype="uint8"),
+    "offsets": _operand("BGD", optional=True, dtype="float16"),
     "sink_logits": _operand("H", optional=True, dtype="float32"),
     "log_sums": _operand("BHQ", written=True, optional=True, dtype="float32"),
     "known_log_sums": _operand("BHQ", optional=True, dtype="float32"),
@@ -131,6 +132,8 @@ class _Check:
                 kind = kind._replace(written=False) if evicts else kind
                 named[name] = self.tensor(_LABELS.get(name, name), named[name], kind)
         if self.operation == "simulate":
+            stored_rows = named["stored_keys"], named["stored_values"]
+            _check_offsets("", named["offsets"], *stored_rows, "stored_keys")
             return
         if stored is None and self.operation != "attend":
             raise TypeError("slots: is None, wanted Slots")
@@ -148,6 +151,7 @@ class _Check:
         if not attends and (tensors["norms"] is not None) != weighted:
             presence = "None" if weighted else "given"
             raise ValueError(f"slots.norms: is {presence}, but value_weighted is {weighted}")
+        _check_offsets("slots.", tensors["offsets"], tensors["keys"], tensors["values"])
         return Slots(**tensors)
 
     def shape_of(self, kind: Kind, axes: int) -> str:
@@ -218,6 +222,14 @@ class _Check:
         names = ["G + 1" if x == "+" else x for x in shape]
         known = ", ".join(f"{x} = {self.sizes[x]}" for x in shape if x in self.sizes)
         return f"[{', '.join(names)}]" + (f" with {known}" if known else "")
+
+
+def _check_offsets(prefix: str, offsets: Any, keys: Any, values: Any, name: str = "keys") -> None:
+    """Raise ValueError for offsets of keys that are not quantized, or are the values too."""
+    if offsets is None or (values is not None and str(keys.dtype) == "torch.uint8"):
+        return
+    reason = "is not quantized" if values is not None else "has no values beside it"
+    raise ValueError(f"{prefix}offsets: is given, but {prefix}{name} {reason}")
 
 
 _LABELS = {"table": "rotary.table", "ranks": "rotary.ranks"}

@@ -26,7 +26,7 @@ from h2o.config.fields import ConfigFields, Positions
 from h2o.config.head_budgets import NAMED, SHARED_TWICE, check_table
 from h2o.config.presets import Presets, echo_fields, warn_of_few_keys
 from h2o.config.profile import Profile
-from h2o.kv_dtype import QUANTIZED, KvDtype, bytes_per_token, fewest_bits
+from h2o.kv_dtype import QUANTIZED, KvDtype, TokenBytes, bytes_per_token, fewest_bits
 from h2o.model_identity import config_of, describe, key_size, latent_row
 from h2o.policy import OPERATIONS_SCORE_BY, Policy, ScoreBy, check_names, check_policy
 
@@ -112,7 +112,7 @@ class H2OConfig(Presets):
     """"original": a key keeps the position of its own token, as in the paper. "cache_relative": a
     key's rotary position is its rank among the keys held, and a query's is the number of keys held
     before it, so that no position exceeds the budget. Rotary models only."""
-    _token_bytes: tuple[int, int] | None = dataclasses.field(default=None, repr=False)
+    _token_bytes: TokenBytes | None = dataclasses.field(default=None, repr=False)
     """Bytes of a token in a full cache and in a slot, filled in by `for_model` if `budget_unit` is
     "bytes"."""
 

@@ -21,7 +21,7 @@ from h2o.budgets import (
 )
 from h2o.config import H2OConfig
 from h2o.config.head_budgets import LEAST, SHARED_TWICE, allocate_tokens, check_shares
-from h2o.kv_dtype import bytes_per_token
+from h2o.kv_dtype import TokenBytes, bytes_per_token
 from h2o.policy import Policy
 
 
@@ -37,7 +37,7 @@ class LayerPlan:
     recent: Amount | tuple[Amount, ...]
     shares: Any
     """Shares of all heads of the model: a `Table` or a Profile. None: equal shares."""
-    token_bytes: tuple[int, int] | None
+    token_bytes: TokenBytes | None
     """Bytes of a token in a full cache and in a slot. None: the budget is not in bytes."""
     sinks: int = dataclasses.field(init=False, repr=False)
     policy: Policy = dataclasses.field(init=False, repr=False)

@@ -14,7 +14,7 @@ from h2o.evaluation.setting import Setting
 from h2o.hf.cache_state import recurrent_states
 from h2o.hf.model_traits.layer_kinds import has_states
 from h2o.hf.support import supports
-from h2o.kv_dtype import FIXED, bytes_per_token
+from h2o.kv_dtype import bytes_per_token
 from h2o.model_identity import config_of, describe, dtype_of, key_size, latent_row
 
 
@@ -93,5 +93,5 @@ def _head_bytes(
     """
     config = setting.answering_config.for_model(model)
     size = key_size(config_of(model))
-    full, slot = bytes_per_token(*size, config.kv_dtype, config.value_weighted)
-    return seen * full, FIXED * texts + (kept + texts) * slot
+    full, slot, fixed = bytes_per_token(*size, config.kv_dtype, config.value_weighted)
+    return seen * full, fixed * texts + (kept + texts) * slot

@@ -155,8 +155,9 @@ class PageBudget:
     def _new_slots(self, keys: torch.Tensor, sizes: int | list[int]) -> ops.Slots:
         config = self.config
         return ops.new_slots(
-            keys, sizes, value_weighted=config.value_weighted, kv_dtype=config.kv_dtype
-        )
+            keys, sizes, value_weighted=config.value_weighted, kv_dtype=config.kv_dtype,
+            offsets=True,
+        )  # fmt: skip
 
     def whole(self, keys: torch.Tensor) -> ops.Slots:
         """Slots of one layer for the prompts that are kept whole: `buffers` rows of the longest

@@ -155,7 +155,8 @@ def _by_layer(pages: ops.Slots, layers: int) -> list[ops.Slots]:
         heads = slice(layer * G, (layer + 1) * G)
         own = {
             name: getattr(pages, name)[:, heads]
-            for name in ("next_slot", "budget", "evicted_score")
+            for name in ("next_slot", "budget", "evicted_score", "offsets")
+            if getattr(pages, name) is not None
         }
         own["seen_tokens"] = pages.seen_tokens[:, layer]
         own["starts"] = pages.starts[:, layer * G : (layer + 1) * G + 1]

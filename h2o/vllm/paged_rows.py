@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from h2o import ops
-from h2o.quantization import warn_of_coarse_keys
 from h2o.slots import empty_row
 from h2o.spans import PINNED
 from h2o.vllm.page_budget import PageBudget
@@ -200,8 +199,6 @@ class PagedLayer:
         """[buffers, ...], the prompts that are kept whole: without a budget, ordered by position"""
         self.queries: Tensor | None = None
         """[buffers, H, tokens, D], the queries of these prompts if `prompt_scores` needs them"""
-        self.checks_keys = budget.config.kv_dtype is not None
-        """Whether to check, in the first prompt, that keys can be stored in so few bits"""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, batch: Batch, out: Tensor) -> None:
         """Compute the attention of a batch's tokens, and evict.
@@ -227,9 +224,6 @@ class PagedLayer:
     def _chunk(self, chunk: Chunk, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
         """Run a chunk: query [1, H, Q, D], key and value [1, G, Q, D], out [1, Q, H, D]."""
         tokens = query, key, value
-        if self.checks_keys:
-            self.checks_keys = False
-            warn_of_coarse_keys(query, key, self.logits["scale"])
         if chunk.buffer is not None:
             self._keep_whole(chunk, tokens, out)
         elif chunk.opens:

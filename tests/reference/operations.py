@@ -36,7 +36,7 @@ from torch import Tensor
 
 from h2o.backends.torch_backend.step import rotate_by
 from h2o.policy import PAPER, Policy, PolicyFields
-from h2o.quantization import dequantize, stored_like
+from h2o.quantization import CENTER_TOKENS, dequantize, stored_like
 from h2o.sink_logits import softmax
 from h2o.slots import PER_SLOT, new_slots
 
@@ -88,7 +88,7 @@ def attend(
                 store = _store(slots, row, g)
                 held = _held_slots(store)
                 stored_values = store.keys if store.values is None else store.values
-                key = torch.cat([dequantize(store.keys[held], D), key])
+                key = torch.cat([_restore(store.keys[held], store.offset, D), key.double()])
                 value = torch.cat([dequantize(stored_values[held], D), value])
                 score = torch.cat([store.scores[held], score])
             key, value, score = (x.double() for x in (key, value, score))
@@ -158,6 +158,9 @@ def evict(
         for g in range(G if len(new) else 0):
             heavy, recent = _budget(slots.budget, row, g)
             store = _store(slots, row, g)
+            if store.offset is not None and seen == len(new):  # the row held nothing
+                mean = keys[b, g, new[:CENTER_TOKENS]].double().mean(0).half()
+                store.offset.copy_(mean.where(mean.isfinite(), 0))
             candidates = _candidates(
                 store, keys[b, g, new], values[b, g, new], scores[b, g, new], seen
             )
@@ -188,7 +191,7 @@ def _candidates(
     are in the form in which the slots store them."""
     held, n = _held_slots(store), len(keys)
     new = {
-        "keys": stored_like(keys, store.keys),
+        "keys": stored_like(_center(keys, store.offset), store.keys),
         "values": None if store.values is None else stored_like(values, store.values),
         "scores": scores,
         "positions": torch.arange(seen - n, seen, device=keys.device).int(),
@@ -201,10 +204,25 @@ def _candidates(
     return SimpleNamespace(**both)
 
 
-def _read_back(x: Tensor | None, store: Tensor | None) -> Tensor | None:
-    """Keys or values [B, G, n, D] after a round trip through the store, float32 if it is quantized.
-    None if there are none."""
-    return None if x is None or store is None else dequantize(stored_like(x, store), x.shape[-1])
+def _center(keys: Tensor, offset: Tensor | None) -> Tensor:
+    """Keys [..., D] as they are quantized: without the offset of their head."""
+    return keys if offset is None else keys.float() - offset.float()
+
+
+def _restore(keys: Tensor, offset: Tensor | None, D: int) -> Tensor:
+    """Stored keys [..., D or bytes] as floats [..., D], with the offset of their head."""
+    keys = dequantize(keys, D).double()
+    return keys if offset is None else keys + offset.double()
+
+
+def _read_back(key: Tensor, value: Tensor | None, slots: Any) -> tuple[Tensor, Tensor | None]:
+    """A key and a value [B, G, 1, D] after a round trip through the store; float if it is
+    quantized. The value is None if there are none."""
+    D, offset = key.shape[-1], slots.offsets
+    if offset is not None:
+        offset = (offset if slots.rows is None else offset[slots.rows.long()])[:, :, None]
+    key = _restore(stored_like(_center(key, offset), slots.keys), offset, D)
+    return key, None if value is None else dequantize(stored_like(value, slots.values), D)
 
 
 def _choose(
@@ -255,7 +273,7 @@ def step(
     Arguments and result are those of `h2o.ops.step`.
     """
     policy = _policy(policy, fields)
-    k, v = _read_back(key, slots.keys), _read_back(value, slots.values)
+    k, v = _read_back(key, value, slots)
     out, scores = attend(
         query, k, v, slots, mask=mask, scale=scale, softcap=softcap, out=out, policy=policy,
         rotary=None if rotary is None else rotary.table, sink_logits=sink_logits,
@@ -277,6 +295,7 @@ def simulate(
     scale: float | None = None,
     softcap: float = 0.0,
     kv_dtype: str | None = None,
+    offsets: bool = False,
     out: Tensor | None = None,
     evicted_at: Tensor | None = None,
     scores: Tensor | None = None,
@@ -305,6 +324,7 @@ def simulate(
         slots = new_slots(
             keys[:1], max(1, len(real)),
             value_weighted=policy.value_weighted, kv_dtype=kv_dtype, shared=values is None,
+            offsets=offsets,
         )._replace(budget=budget[b : b + 1])  # fmt: skip
         start, first = 0, max(1, min(int(prompt[b]), len(real)))
         for stop in range(first, len(real) + 1):
@@ -313,7 +333,7 @@ def simulate(
             v = None if values is None else values[b : b + 1, :, new]
             seen = (k, v)
             if stop > first:
-                seen = (_read_back(k, slots.keys), _read_back(v, slots.values))
+                seen = _read_back(k, v, slots)
             answer, new_scores = attend(
                 q, *seen, slots,
                 scale=scale, softcap=softcap, sink_logits=sink_logits, policy=policy,
@@ -364,7 +384,8 @@ def _store(slots: Any, b: int, g: int) -> SimpleNamespace:
         starts = slots.starts if slots.starts.ndim == 1 else slots.starts[b]
         where = (b, slice(int(starts[g]), int(starts[g + 1])))
     tensors = {name: getattr(slots, name) for name in PER_SLOT}
-    return SimpleNamespace(**{n: None if x is None else x[where] for n, x in tensors.items()})
+    views = {n: None if x is None else x[where] for n, x in tensors.items()}
+    return SimpleNamespace(**views, offset=None if slots.offsets is None else slots.offsets[b, g])
 
 
 def _budget(budget: Tensor, b: int, g: int) -> tuple[int, int]:

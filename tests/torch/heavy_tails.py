@@ -10,7 +10,7 @@ Shape letters: B batch rows, G key/value heads, R query heads of each, n tokens,
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -173,55 +173,62 @@ def score_errors(scores: Tensor, text: Text, dtype: torch.dtype) -> Errors:
     return Errors(*(float(x.square().mean().sqrt()) for x in apart))
 
 
+Kind = dict[str, Any]
+"""`kv_dtype` and `offsets` of slots"""
+
 # ---- Operations --------------------------------------------------------------------------------
 
 
-def _hold(text: Text, tokens: int, kv_dtype: str | None) -> ops.Slots:
-    """Slots with room for the whole text, holding its first tokens."""
+def _hold(text: Text, tokens: int, kind: Kind, prompt: int | None = None) -> ops.Slots:
+    """Slots with room for the whole text, holding its first tokens. The first `prompt` of them, by
+    default all, determine the offsets of keys."""
     n = text.keys.shape[2]
-    slots = ops.new_slots(text.keys, n, n, 0, kv_dtype=kv_dtype)
-    held = (x[:, :, :tokens].contiguous() for x in text[1:])
-    ops.evict(*held, torch.zeros(B, G, tokens), slots)
+    slots = ops.new_slots(text.keys, n, n, 0, **kind)
+    for part in (slice(prompt), slice(prompt, tokens)) if prompt else (slice(tokens),):
+        held = [x[:, :, :tokens][:, :, part].contiguous() for x in text[1:]]
+        ops.evict(*held, torch.zeros(held[0].shape[:3]), slots)
     return slots
 
 
 def _seen(slots: ops.Slots, text: Text, tokens: int) -> Text:
     """The text, with keys and values of the first tokens as the slots store them, in text order."""
     D = text.keys.shape[3]
-    rows = (dequantize(x[:, :, :tokens], D).float() for x in (slots.keys, slots.values))
+    rows = [dequantize(x[:, :, :tokens], D).float() for x in (slots.keys, slots.values)]
+    if slots.offsets is not None:
+        rows[0] = rows[0] + slots.offsets[:, :, None].float()
     new = (x[:, :, tokens:].float() for x in text[1:])
     return Text(text.query, *(torch.cat(both, 2) for both in zip(rows, new, strict=True)))
 
 
-def step(text: Text, kv_dtype: str | None) -> list[Errors]:
+def step(text: Text, kind: Kind) -> list[Errors]:
     """Errors of output and scores of a decode step of the last token."""
     n = text.keys.shape[2]
-    slots = _hold(text, n - 1, kv_dtype)
+    slots = _hold(text, n - 1, kind)
     out = ops.step(*(x[:, :, -1:].contiguous() for x in text), slots)
     seen = _seen(slots, text, n)
     return [errors(out, seen, n - 1), score_errors(slots.scores, seen, out.dtype)]
 
 
-def chunk(text: Text, kv_dtype: str | None, new: int = 21) -> list[Errors]:
+def chunk(text: Text, kind: Kind, new: int = 21) -> list[Errors]:
     """Errors of the output of a chunk of the last tokens."""
     n = text.keys.shape[2]
-    slots = _hold(text, n - new, kv_dtype)
+    slots = _hold(text, n - new, kind)
     out, _ = ops.attend(*(x[:, :, -new:].contiguous() for x in text), slots)
     return [errors(out, _seen(slots, text, n - new), n - new)]
 
 
-def prompt(text: Text, kv_dtype: None) -> list[Errors]:
+def prompt(text: Text, kind: Kind) -> list[Errors]:
     """Errors of the output of a whole prompt."""
     out, _ = ops.attend(*text)
     return [errors(out, text, 0)]
 
 
-def simulation(text: Text, kv_dtype: str | None) -> list[Errors]:
+def simulation(text: Text, kind: Kind) -> list[Errors]:
     """Errors of outputs after a prompt of one token. The last token evicts one key."""
     n = text.keys.shape[2]
     prompts, budget = (torch.tensor(x, dtype=torch.int32) for x in ([1] * B, [[n - 1, 0]] * B))
-    out, *_ = ops.simulate(*text, prompts, budget, kv_dtype=kv_dtype)
-    return [errors(out[:, 1:], _seen(_hold(text, n, kv_dtype), text, n), 1)]
+    out, *_ = ops.simulate(*text, prompts, budget, **kind)
+    return [errors(out[:, 1:], _seen(_hold(text, n, kind, 1), text, n), 1)]
 
 
 OPERATIONS = {"step": step, "chunk": chunk, "prompt": prompt, "simulation": simulation}

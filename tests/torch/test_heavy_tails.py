@@ -23,7 +23,7 @@ CASES = [
 def test_at_most_twice_the_error_of_floats(kind, operation, kv_dtype, shape, dtype):
     D, R = shape
     text = heavy_tails.make(kind, dtype, R, 150, D)
-    for errors in heavy_tails.OPERATIONS[operation](text, kv_dtype):
+    for errors in heavy_tails.OPERATIONS[operation](text, {"kv_dtype": kv_dtype}):
         assert errors.path <= 2 * errors.floats, errors
 
 
@@ -32,5 +32,15 @@ def test_at_most_twice_the_error_of_floats(kind, operation, kv_dtype, shape, dty
 @pytest.mark.parametrize("kind", ["query channels", "everything"])
 def test_steps_of_other_shapes(kind, kv_dtype, D, R, n):
     text = heavy_tails.make(kind, torch.bfloat16, R, n, D)
-    for errors in heavy_tails.step(text, kv_dtype):
+    for errors in heavy_tails.step(text, {"kv_dtype": kv_dtype}):
+        assert errors.path <= 2 * errors.floats, errors
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("operation", ["step", "chunk", "simulation"])
+@pytest.mark.parametrize("kind", heavy_tails.KINDS)
+def test_keys_with_offsets(kind, operation, dtype):
+    text = heavy_tails.make(kind, dtype, 4, 150, 64)
+    slots = {"kv_dtype": "int8-int4", "offsets": True}
+    for errors in heavy_tails.OPERATIONS[operation](text, slots):
         assert errors.path <= 2 * errors.floats, errors

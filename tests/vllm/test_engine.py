@@ -222,17 +222,6 @@ def test_policies_and_stored_dtypes(name, llama, monkeypatch):
         assert served(llm, prompts()) == alone(model, prompts(), config)
 
 
-def test_keys_that_need_more_bits_are_warned_of(tmp_path):
-    """A bias may make a few elements of each key so large that eight bits lose the others."""
-    model = tiny("qwen2", tmp_path)
-    for layer in model.model.layers:
-        layer.self_attn.k_proj.bias.data[3::4] = 2000.0
-    model.save_pretrained(tmp_path)
-    with engine(tmp_path, SMALL | {"kv_dtype": "int8"}) as llm:
-        with pytest.warns(UserWarning, match='"kv_dtype": null'):
-            served(llm, prompts((40,)), new=2)
-
-
 @pytest.mark.parametrize("entry", [SMALL, POLICIES["echo"]])
 def test_prompts_in_chunks_are_cut_at_their_end(entry, llama):
     folder, model = llama

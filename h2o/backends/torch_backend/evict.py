@@ -14,7 +14,7 @@ from torch import Tensor
 from h2o.backends.torch_backend.ranking import highest, rank_keys, split_budget
 from h2o.backends.torch_backend.slot_view import SlotView, row_norms
 from h2o.policy import Policy
-from h2o.quantization import stored_like
+from h2o.quantization import set_offsets, stored_like, subtract
 
 
 def evict(
@@ -30,6 +30,8 @@ def evict(
     values = keys if values is None else values
     view = SlotView(slots)
     before = slots.seen_tokens[:, None, None]
+    if slots.offsets is not None:
+        set_offsets(slots.offsets, slots.seen_tokens == 0, keys, mask)
     order = torch.arange(Q, device=keys.device)[None]
     tokens = torch.full((1, 1), Q, dtype=torch.long, device=keys.device)
     if mask is not None:
@@ -86,7 +88,7 @@ def _write_kept(
             view.write_by_head(
                 numbers, torch.where(filled, values_by_key.gather(-1, source), empty)
             )
-    for rows, incoming in ((slots.keys, keys), (slots.values, values)):
+    for rows, incoming in ((slots.keys, subtract(keys, slots.offsets)), (slots.values, values)):
         if rows is not None:
             _write_kept_rows(rows, incoming, view, source, filled)
 

@@ -32,6 +32,7 @@ def simulate(
     policy: Policy,
     stored_keys: Tensor | None,
     stored_values: Tensor | None,
+    offsets: Tensor | None,
     sink_logits: Tensor | None,
 ) -> None:
     """See `h2o.ops.simulate`. Prompts are processed at once. The columns after them follow one by
@@ -69,7 +70,9 @@ def simulate(
     later = real & ~early
     if stored_keys is not None and stored_values is not None:
         index = position.clamp(min=0)[:, None, :, None].expand(B, G, Q, D)
-        keys, values = (dequantize(x, D).gather(2, index) for x in (stored_keys, stored_values))
+        each = None if offsets is None else offsets[:, :, None]
+        keys = dequantize(stored_keys, D, each).gather(2, index)
+        values = dequantize(stored_values, D).gather(2, index)
     _one_by_one(
         query, keys, values, later, positions, is_kept, norms, limits, out, evicted_at, scores,
         scale, softcap, policy, sink_logits,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o.quantization import codes, dequantize, floats, stored_like
+from h2o.quantization import codes, dequantize, floats, stored_like, subtract
 
 FEW = 64
 """On a CPU, products of up to this many rows with a 16-bit matrix are computed in float32."""
@@ -62,7 +62,17 @@ class SlotView:
 
     def rows(self, name: str, D: int) -> Tensor:
         """Dequantized keys or values [B, G or 1, S, D]."""
-        return self.add_head_axis(dequantize(getattr(self.slots, name), D))
+        offsets = self.slots.offsets if name == "keys" else None
+        if offsets is not None:
+            offsets = offsets[:, :, None]
+            if self.first is not None:
+                offsets = self.take_own_head_rows(offsets[:, :, 0])
+        return self.add_head_axis(dequantize(getattr(self.slots, name), D, offsets))
+
+    def take_own_head_rows(self, by_head: Tensor) -> Tensor:
+        """Convert [B, G, D] to [B, T, D], taking the row of each slot's head."""
+        head = self.head.expand(len(by_head), -1)[..., None]
+        return by_head.gather(1, head.expand(-1, -1, by_head.shape[-1]))
 
     def values(self, D: int) -> Tensor:
         """Dequantized values [B, G or 1, S, D], or the keys if the slots have no values."""
@@ -161,10 +171,11 @@ def quantize_like_slots(
     Keys and values with the same quantized format are converted together, since this takes fifty
     torch operations for any number of rows.
     """
+    key = subtract(key, slots.offsets)
     if value is None:  # the slots have no values either
         return [(slots.keys, stored_like(key, slots.keys))]
     if slots.keys.dtype == torch.uint8 and slots.keys.shape == slots.values.shape:
-        stored = stored_like(torch.cat([key, value]), slots.keys)
+        stored = stored_like(torch.cat([key, value.to(key.dtype)]), slots.keys)
         return [(slots.keys, stored[: len(key)]), (slots.values, stored[len(key) :])]
     return [(x, stored_like(new, x)) for x, new in ((slots.keys, key), (slots.values, value))]
 

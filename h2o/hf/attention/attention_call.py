@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from h2o import ops
 from h2o.hf.model_traits.tagged_tensor import plain
 from h2o.policy import Policy
-from h2o.quantization import dequantize, stored_like
+from h2o.quantization import round_to_bytes
 
 
 class AttentionCall(NamedTuple):
@@ -149,14 +149,18 @@ def round_like_slots(tokens: NewTokens, slots: ops.Slots) -> NewTokens:
         assert tokens.mask is not None
         is_step = ((tokens.mask.sum(1) == 1) & (slots.seen_tokens > 0))[:, None, None, None]
 
-    def read_back(x: Tensor | None, store: Tensor | None) -> Tensor | None:
-        if x is None:
-            return None
-        rounded = dequantize(stored_like(x, store), x.shape[-1]).to(x.dtype)
+    def read_back(x: Tensor | None, store: Tensor | None, offsets: Tensor | None) -> Tensor | None:
+        if x is None or store is None:
+            return x
+        rounded = round_to_bytes(x, store.shape[-1], offsets).to(x.dtype)
         return rounded if is_step is None else torch.where(is_step, rounded, x)
 
+    offsets = slots.offsets
+    if offsets is not None and slots.rows is not None:
+        offsets = offsets[slots.rows.long()]
     return tokens._replace(
-        key=read_back(tokens.key, slots.keys), value=read_back(tokens.value, slots.values)
+        key=read_back(tokens.key, slots.keys, offsets),
+        value=read_back(tokens.value, slots.values, None),
     )
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from h2o import ops
+from h2o.quantization import dequantize
 from h2o.slots import PER_ROW, PER_SLOT, empty_value
 
 Budgets = list[list[tuple[int, int]]]
@@ -119,6 +120,17 @@ def by_head(slots: ops.Slots, sizes: list[int], field: str, empty: float = 0) ->
     for g, part in enumerate(parts):
         out[:, g, : part.shape[1]] = part
     return out
+
+
+def dequantized_keys(slots: ops.Slots, sizes: list[int], D: int) -> Tensor:
+    """The keys in the slots as floats, in the layout of the slots. Do not write to the result."""
+    keys = dequantize(slots.keys, D)
+    if slots.offsets is not None:
+        for part, offset in zip(
+            heads(keys, slots, sizes), slots.offsets.float().unbind(1), strict=True
+        ):
+            part += offset[:, None]
+    return keys
 
 
 def gather_held_keys(slots: ops.Slots, sizes: list[int], **fields: float) -> list[Tensor]:

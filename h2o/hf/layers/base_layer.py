@@ -7,6 +7,7 @@ Shape letters as in `h2o.hf`, and n columns of another cache.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -284,29 +285,32 @@ class BaseLayer(CacheLayerMixin):
         if self.slots is None:
             return _empty(4), _empty(4)
         fields = dict.fromkeys(self.row_fields, 0.0)
-        return self._unpack_rows(
-            slot_layout.gather_held_keys(self.slots, self.capacity.sizes, **fields)
+        positions, *rows = slot_layout.gather_held_keys(
+            self.slots, self.capacity.sizes, positions=-1, **fields
         )
+        return self._unpack_rows(rows, positions)
 
     def by_slot(self) -> tuple[Tensor, Tensor]:
         """Keys and values [B, G, S, D]; 0 where a head has fewer slots than another.
 
         Does not wait for the device. Copies only if the slots are quantized or heads differ in
         their number of slots."""
-        sizes = self.capacity.sizes
-        return self._unpack_rows(
-            [slot_layout.by_head(self.slots, sizes, x) for x in self.row_fields]
-        )
+        by_head = functools.partial(slot_layout.by_head, self.slots, self.capacity.sizes)
+        return self._unpack_rows([by_head(x) for x in self.row_fields], by_head("positions", -1))
 
     @property
     def row_fields(self) -> tuple[str, ...]:
         """Fields of `Slots` that hold the tokens' rows."""
         return ("keys", "values") if self.variant.has_values else ("keys",)
 
-    def _unpack_rows(self, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Convert rows of slots to the model's keys and values."""
-        D, _ = self.facts.row_size
-        return self.variant.unpack_rows(*(dequantize(rows[i], D) for i in (0, -1)))
+    def _unpack_rows(self, rows: list[Tensor], positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Convert rows of slots [B, G, n, ...] at these positions [B, G, n] to the model's keys and
+        values."""
+        (D, _), offsets = self.facts.row_size, self.slots.offsets
+        keys, values = (dequantize(rows[i], D) for i in (0, -1))
+        if offsets is not None:
+            keys = (keys + offsets[:, :, None]).masked_fill((positions < 0)[..., None], 0)
+        return self.variant.unpack_rows(keys, values)
 
     @property
     def token_size(self) -> tuple[int, int, int]:

@@ -46,7 +46,9 @@ class CacheRelativeVariant(PlainVariant):
         query, key = self.rotary.halves(query), self.rotary.halves(key)
         if inverse_angles is not None:
             query, key = rotate(query, inverse_angles), rotate(key, inverse_angles)
-        return super().tokens(layer, query, key, value, call)
+        tokens = super().tokens(layer, query, key, value, call)
+        self.centers_keys &= not key.is_cuda  # kernels would rotate keys without their offsets
+        return tokens
 
     def attention(
         self, layer: Any, tokens: NewTokens, slots: ops.Slots | None
@@ -128,8 +130,9 @@ def attend(
     if slots is not None:
         at = ranks(slots, sizes).clamp(min=0).long()
         D, dtype = key.shape[-1], key.dtype
-        keys, values = (dequantize(x, D).to(dtype) for x in (slots.keys, slots.values))
-        slots = slots._replace(keys=rotate(keys, table[at]), values=values)
+        keys = slot_layout.dequantized_keys(slots, sizes, D).to(dtype)
+        values = dequantize(slots.values, D).to(dtype)
+        slots = slots._replace(keys=rotate(keys, table[at]), values=values, offsets=None)
     return ops.attend(query, rotate(key, angles), value, slots, mask=mask, **more)
 
 

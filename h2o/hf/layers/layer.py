@@ -37,7 +37,6 @@ from h2o.hf.layers.slot_check import CHECKS_SLOTS, check_slots
 from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.prompt.cross_head_budget import Prompt, positions_in
-from h2o.quantization import warn_of_coarse_keys
 
 
 class H2OLayer(BaseLayer):
@@ -179,8 +178,6 @@ class H2OLayer(BaseLayer):
             keys, values, mask, echo = tokens.key, tokens.value, tokens.mask, None
             if unscored is None:
                 scores, echo = self.scorer.after_prompt(tokens, scores)
-                if self.config.kv_dtype is not None:
-                    warn_of_coarse_keys(tokens.query, keys, tokens.scale)
             else:
                 keys, values, mask = slot_layout.join_slots_and_tokens(unscored, keys, values, mask)
                 scores = torch.cat([unscored.scores, scores], dim=2)
@@ -203,6 +200,7 @@ class H2OLayer(BaseLayer):
         slots = slot_layout.create_slots(
             prompt.keys, capacity.sizes, by_row, value_weighted=self.config.value_weighted,
             kv_dtype=self.config.kv_dtype, shared=not self.variant.has_values,
+            offsets=self.variant.centers_keys,
         )  # fmt: skip
         ops.evict(
             prompt.keys, prompt.values, prompt.scores, slots, mask=prompt.mask, policy=self.policy

@@ -18,6 +18,7 @@ from torch import Tensor
 from h2o import ops
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import AttentionCall, NewTokens, as_operand, attention
+from h2o.slots import should_center
 
 
 class PlainVariant:
@@ -29,6 +30,8 @@ class PlainVariant:
     """Later layers of the model that attend to the layer's keys in the same pass"""
     end_call: Callable[[], None] | None = None
     """Discards the state of one attention call, if there is any"""
+    centers_keys = True
+    """Whether slots for quantized keys get offsets. Known once the layer has tokens"""
 
     # ---- In a forward pass, in this order ----------------------------------------------------
 
@@ -61,6 +64,8 @@ class PlainVariant:
         Raises:
             UnsupportedError: the layer does not support the call.
         """
+        if layer.slots is None:
+            self.centers_keys = should_center(key, call.softcap, call.sink_logits)
         sinks = call.sink_logits if call.sink_logits is None else as_operand(call.sink_logits)
         return NewTokens(query, key, value, call.mask, call.scale, call.softcap, sinks)
 

@@ -37,7 +37,8 @@ from h2o.hf.prompt.echo_scorer import PromptEcho
 from h2o.hf.prompt.prompt_budget import PromptBudget
 from h2o.kv_dtype import stored_bytes
 from h2o.policy import Policy
-from h2o.quantization import round_to_bytes
+from h2o.quantization import offsets_of, round_to_bytes
+from h2o.slots import should_center
 
 
 def simulate_tokenwise(
@@ -72,6 +73,7 @@ def simulate_tokenwise(
     slots = slot_layout.create_slots(
         text.key, sizes, by_row, value_weighted=policy.value_weighted,
         kv_dtype=plan.config.kv_dtype, shared=text.value is None,
+        offsets=should_center(text.key, text.softcap, text.sink_logits),
     )  # fmt: skip
     evicted_after = torch.full((B, G, N), -1, dtype=torch.int32, device=device)
     last = torch.zeros(B, G, N + 1, dtype=torch.float32, device=device)  # by position; N: no key
@@ -221,8 +223,12 @@ class VisibleKeys(NamedTuple):
         key, value = call.key.detach().float(), call.value.detach().float()
         stored = None
         if sizes := stored_bytes(self.kv_dtype, key.shape[-1]):
-            stored = round_to_bytes(key, sizes[0]), round_to_bytes(value, sizes[1])
             in_prompt = self._in_prompt(call, N)
+            offsets = None
+            if should_center(key, call.softcap, call.sink_logits):
+                first = in_prompt if call.mask is None else in_prompt & call.mask.bool()
+                offsets = offsets_of(key, first.expand(len(key), -1))
+            stored = round_to_bytes(key, sizes[0], offsets), round_to_bytes(value, sizes[1])
         parts = []
         for first in range(0, P, ROWS):
             rows = slice(first, min(first + ROWS, P))

@@ -51,6 +51,7 @@ from h2o.hf.simulation.simulated_layer import (
 )
 from h2o.hf.support import model_modes, transformers_layers
 from h2o.policy import Policy
+from h2o.slots import should_center
 from h2o.utils.user_warning import warn_user
 from h2o.utils.with_block import with_block
 
@@ -305,6 +306,7 @@ class Simulation:
             torch.tensor(prompts, dtype=torch.int32, device=device),
             torch.tensor(by_row, dtype=torch.int32, device=device).squeeze(1),
             kv_dtype=config.kv_dtype,
+            offsets=should_center(text.key, text.softcap, text.sink_logits),
             policy=config.policy,
             **text.options,
         )
