@@ -64,7 +64,7 @@ class PlainVariant:
         Raises:
             UnsupportedError: the layer does not support the call.
         """
-        if layer.slots is None:
+        if layer.slots is None or layer.guard.state.unscored:
             self.centers_keys = should_center(key, call.softcap, call.sink_logits)
         sinks = call.sink_logits if call.sink_logits is None else as_operand(call.sink_logits)
         return NewTokens(query, key, value, call.mask, call.scale, call.softcap, sinks)
