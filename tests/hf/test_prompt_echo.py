@@ -109,7 +109,7 @@ def judged(cache, seed, mask=None, heads=None, **kwargs):
     tensors = [torch.from_numpy(x.copy()) for x in drifting]
     slots = new_slots(
         tensors[1], [N + 1] * 2 if heads else N + 1,
-        kv_dtype=config.kv_dtype, value_weighted=config.value_weighted,
+        kv_dtype=config.kv_dtype, value_weighted=config.value_weighted, offsets=True,
     )  # fmt: skip
     slots.budget.copy_(torch.tensor(budgets if heads else budgets[0]))
     stop, changes = 0, 0

@@ -33,6 +33,7 @@ from h2o.config.layer_plan import LayerPlan
 from h2o.hf.cache_state.slot_layout import Budgets
 from h2o.hf.prompt.prompt_budget import PromptBudget
 from h2o.policy import Policy
+from h2o.quantization import CENTER_TOKENS
 from h2o.spans import PINNED
 
 
@@ -169,6 +170,9 @@ class _Waiting:
         self.protected = _always_kept(positions, tokens, sinks, self.floor)
         self.lowest = self._protect_highest()  # [B, G, 1], lowest rank among each head's own keys
         self.echo = prompt.echo.masked_fill(self.protected, -math.inf)
+        centered = CENTER_TOKENS if plan.config.kv_dtype is not None else 0
+        self.first = (positions >= 0) & (positions < centered)
+        """Keys that stay in memory because they determine the offsets of quantized keys"""
         self.prompt = prompt._replace(echo=None)
         self.held: Tensor | None = None  # [M] int32, which of B * G * K keys are held; None: all
         self._highest: Tensor | None = None  # see `_rank_of`
@@ -201,7 +205,7 @@ class _Waiting:
         lowest = self._rank_of(candidates.sum(-1, keepdim=True)).minimum(self.lowest)
         if policy.score_by == "mean" or policy.value_weighted:
             lowest = lowest * _ROUNDED
-        stay = (self.ranks >= lowest).logical_or_(self.protected)
+        stay = (self.ranks >= lowest).logical_or_(self.protected).logical_or_(self.first)
         if prompt.mask is not None:
             stay &= prompt.mask.bool()[:, None]
         stay = stay.flatten()
