@@ -551,7 +551,7 @@ test-ray: .venv/core .venv/ray ## test examples/many_machines.py on two nodes, o
 	$(BIN)/python -m pytest -p no:xdist tests/test_many_machines.py
 
 # transformers/torch/NumPy
-VERSIONS := 5.21.0/2.6.0/2.0.0 5.22.2/2.13.0/2.2.0 newest/newest/newest
+VERSIONS := 5.16.1/2.6.0/2.0.0 5.21.0/2.13.0/2.2.0 newest/newest/newest
 test-versions: .venv/core ## run the fast tests with the oldest, a middle and the newest transformers, torch and NumPy
 	PYTHON=$(PYTHON) $(BIN)/python tools/versions.py $(VERSIONS)
 

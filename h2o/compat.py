@@ -164,6 +164,11 @@ def model_class(auto: Any, config: Any) -> Any:
     return classes[0] if isinstance(classes, tuple) else classes
 
 
+HYBRIDS = hasattr(cache_utils.Cache, "get_conv_state")
+"""Whether models call their cache before they use a layer's states (since 5.21). Before 5.21, which
+vLLM needs, a pass interrupted between such layers would go unnoticed, so models with states are not
+supported."""
+
 SHARES_KEYS = hasattr(cache_utils, "KVSharingDict")
 """Whether keys are passed from layer to layer in a dict (since 5.23). Before 5.23 models with
 shared keys are not supported."""
@@ -176,10 +181,15 @@ class Absent:
 LAYER_TYPES: dict[str, Any] = cache_utils.DYNAMIC_LAYER_TYPE_MAPPING
 """Cache layer class for each entry of a config's `layer_types`."""
 
-StatesLayer = cache_utils.LinearAttentionLayer
-StatesAndKeysLayer = cache_utils.LinearAttentionAndFullAttentionLayer
-StatesAndWindowLayer = cache_utils.LinearAttentionAndSlidingWindowAttentionLayer
-EmptyLayer = getattr(cache_utils, "DummyLayer", Absent)
+
+def _layer_class(name: str) -> Any:
+    return getattr(cache_utils, name, Absent) if HYBRIDS else Absent
+
+
+StatesLayer = _layer_class("LinearAttentionLayer")
+StatesAndKeysLayer = _layer_class("LinearAttentionAndFullAttentionLayer")
+StatesAndWindowLayer = _layer_class("LinearAttentionAndSlidingWindowAttentionLayer")
+EmptyLayer = _layer_class("DummyLayer")
 
 
 def window_of(layer: Any) -> Tensor | None:

@@ -23,7 +23,7 @@ def chunks_of_prompt() -> tuple[Any, list[int], Tensor | None] | None:
     `generate(prefill_chunk_size=...)` prefills several chunks; otherwise None.
 
     A cache cannot tell a first chunk from a prompt. So this function reads the local variables of
-    `GenerationMixin._prefill`, which cuts the chunks in all versions from 5.21 to 5.24."""
+    `GenerationMixin._prefill`, which cuts the chunks in all versions from 5.16 to 5.24."""
     frame = None if torch.compiler.is_compiling() else inspect.currentframe()
     while frame is not None and frame.f_code.co_name != "_prefill":
         frame = frame.f_back

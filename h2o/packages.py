@@ -22,7 +22,7 @@ PACKAGE = Path(__file__).parent
 PURE_BUILD = "pure_build.txt"
 """Marks a build without a core (setup.py, H2O_PURE=1), as opposed to one whose core is missing. The
 file contains the version."""
-TESTED = ("5.21", "5.24")
+TESTED = ("5.16", "5.24")
 """The oldest and the newest version of transformers with which all tests have passed."""
 SOURCES = "in its source folder"
 """Names the source folder in commands. Its path is unknown after an installation from a file."""
@@ -43,7 +43,7 @@ def versions(*packages: str) -> dict[str, str | None]:
 
 def supports_transformers(version: str) -> bool:
     """Whether h2o supports this version of transformers, tested or not."""
-    return version != "none" and (5, 21) <= tuple(int(x) for x in version.split(".")[:2]) < (6,)
+    return version != "none" and (5, 16) <= tuple(int(x) for x in version.split(".")[:2]) < (6,)
 
 
 def check_transformers(name: str) -> None:
@@ -51,7 +51,7 @@ def check_transformers(name: str) -> None:
     here = version("transformers")
     if not supports_transformers(here):
         raise ImportError(
-            f"{name} needs torch and transformers >= 5.21 and < 6, but transformers is {here}: "
+            f"{name} needs torch and transformers >= 5.16 and < 6, but transformers is {here}: "
             f"{install_command('hf')}"
         )
 

@@ -743,7 +743,7 @@ def test_other_transformers_are_named_before_a_model_is_loaded(tmp_path, monkeyp
     monkeypatch.syspath_prepend(tmp_path)
     assert cli.main(["generate"]) == 1
     said = capsys.readouterr().err.splitlines()[-1]
-    assert "transformers >= 5.21 and < 6, but transformers is 4.57.6" in said
+    assert "transformers >= 5.16 and < 6, but transformers is 4.57.6" in said
 
 
 def test_version(capsys):

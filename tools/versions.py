@@ -1,6 +1,6 @@
 """Run the tests with other versions of h2o's dependencies, each set in its own environment.
 
-    python tools/versions.py 5.21.0/2.6.0/2.0.0 newest/newest/newest
+    python tools/versions.py 5.16.1/2.6.0/2.0.0 newest/newest/newest
     python tools/versions.py --newest [--minutes 15] [--strict]
 
 The first command runs the fast tests with each TRANSFORMERS/TORCH/NUMPY. Its exit status is 1 if
@@ -215,7 +215,7 @@ def main() -> int:
     parser.add_argument("--strict", action="store_true", help="also fail for newer versions")
     arguments = parser.parse_args()
     if arguments.newest == bool(arguments.versions):
-        parser.error("expected either versions or --newest, e.g. 5.21.0/2.6.0/2.0.0")
+        parser.error("expected either versions or --newest, e.g. 5.16.1/2.6.0/2.0.0")
     if not arguments.newest:
         failed = [versions for versions in arguments.versions if not passes_with(versions)]
         if failed:

@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from h2o import H2OConfig
+from h2o.compat import HYBRIDS
 from h2o.hf.model_traits.shared_keys import SHARES_KEYS
 from tests.torch.calls import TABLE
 
@@ -309,7 +310,8 @@ FAMILIES = {
                 lacks=_EMBEDS,
             ),
             Family("zaya"),
-        ],
+        ]
+        * HYBRIDS,
         *[
             Family("gemma3n_text", _GEMMA_3N, layers=_SHARING),
             Family("gemma4_text", _GEMMA_4, layers=_SHARING),
@@ -404,12 +406,12 @@ LATENT_AND_STATES = {
             layers=_TWICE,
         ),
     ]
-    if family.name in transformers.CONFIG_MAPPING
+    if HYBRIDS and family.name in transformers.CONFIG_MAPPING
 }
 """Families that have layers with latents and layers with states."""
 WITH_STATES = [name for name, x in FAMILIES.items() if "states" in x.layers or name in _WITH_KEYS]
 """Families with convolution or recurrent states, next to keys or instead of them."""
-LAYOUTS = ["qwen3_next", "lfm3", "nemotron_h", "falcon_h1", "zamba2"]
+LAYOUTS = ["qwen3_next", "lfm3", "nemotron_h", "falcon_h1", "zamba2"] if HYBRIDS else []
 """One family for each layout: layers with states before layers with keys, next to a sliding window,
 or next to layers with neither; states and keys in one layer; states in a shared block."""
 OTHERS = [name for name in FAMILIES if name not in WITH_STATES]

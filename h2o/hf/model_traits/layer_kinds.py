@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from h2o.compat import (
+    HYBRIDS,
     LAYER_TYPES,
     Absent,
     EmptyLayer,
@@ -125,10 +126,12 @@ def counts_padding(layers: Iterable[Any]) -> bool:
 
 def type_refusal(layer_type: str) -> str | None:
     """Why h2o does not support a layer with this name in a config's `layer_types`, or None."""
-    if layer_type in _WITHOUT:
+    if layer_type in _WITHOUT and HYBRIDS:
         return None
     if layer_type in _REASONS:
         return _REASONS[layer_type]
     if _KINDS.get(LAYER_TYPES.get(layer_type)) is not None:
         return None
+    if not HYBRIDS:
+        return "neither full nor sliding-window attention, and needs transformers 5.21 or newer"
     return "neither full nor sliding-window attention, and has no states that transformers caches"
