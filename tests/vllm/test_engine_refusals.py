@@ -46,7 +46,7 @@ def llama(tmp_path_factory):
     [
         ({"heavy": 8, "window": 8}, {}, "unknown parameter 'window'"),
         (64, {}, "must be an object"),
-        (SMALL | {"cut": "page"}, {}, 'cut must be "prompt" or "chunk", not "page"'),
+        (SMALL | {"cut": "page"}, {}, 'expected "prompt" or "chunk"'),
         ({"heavy": [8, 8, 8], "recent": 8}, {}, "3 amounts, but the model has 2 layers"),
         (SMALL, {"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8: set kv_dtype"),
     ],

@@ -81,9 +81,9 @@ def test_requests_have_budgets_of_their_own_within_a_page(server, llama):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"h2o_heavy": -3}, "h2o_heavy must be from 0"),
-        ({"h2o_prefix": 0}, "h2o_prefix must be a number of tokens from 1"),
-        ({"h2o_pinned": [0, 40]}, r"h2o_pinned must be spans of tokens .* not \[0, 40\]"),
+        ({"h2o_heavy": -3}, "h2o_heavy is -3; expected an integer from 0"),
+        ({"h2o_prefix": 0}, "h2o_prefix is 0; expected an integer of at least 1"),
+        ({"h2o_pinned": [0, 40]}, r"h2o_pinned is \[0, 40\]; expected spans"),
     ],
 )
 def test_wrong_budgets_and_pins_are_errors_of_the_client(server, arguments, reason):
