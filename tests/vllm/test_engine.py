@@ -273,7 +273,7 @@ def test_requests_have_budgets_of_their_own(llama):
         fewer, plain = (
             served(llm, requests, extra_args=arguments) for arguments in ({"h2o_heavy": 2}, None)
         )
-        with pytest.raises(Exception, match="h2o_heavy is .*; expected a number of tokens"):
+        with pytest.raises(Exception, match="expected a number of tokens"):
             served(llm, requests[:1], extra_args={"h2o_heavy": "a lot"})
     assert fewer == alone(model, requests, H2OConfig(heavy=2, recent=8))
     assert plain == alone(model, requests, H2OConfig(**SMALL))

@@ -205,7 +205,7 @@ def test_vllm_router_finds_prefixes_again(servers, llama, tmp_path):
             named = {"headers": {"x-session-id": str(i)}, "vllm_xargs": {"h2o_prefix": PREFIX}}
             assert together(router.address, requests, **named) == wanted
         with pytest.raises(
-            openai.BadRequestError, match="h2o_heavy is -3; expected an integer from 0"
+            openai.BadRequestError, match="h2o_heavy is -3; expected"
         ):
             together(router.address, requests[:1], stream=False, vllm_xargs={"h2o_heavy": -3})
     found = [now - then for now, then in zip(forked(servers), before, strict=True)]
@@ -231,7 +231,7 @@ def test_two_servers_answer_as_one(servers, llama, tmp_path):
         assert together(nodes[0], requests, **arguments) == wanted
         assert together(router.address, requests[::5]) == alone(model, requests[::5], config)
         with pytest.raises(
-            openai.BadRequestError, match="h2o_heavy is -3; expected an integer from 0"
+            openai.BadRequestError, match="h2o_heavy is -3; expected"
         ):
             together(router.address, requests[:1], stream=False, vllm_xargs={"h2o_heavy": -3})
         servers[1].process.terminate()

@@ -50,6 +50,6 @@ def test_two_engines_answer_as_one(tmp_path):
         assert together(router.address, texts, vllm_xargs={"h2o_prefix": PREFIX}) == wanted
         assert together(router.address, texts) == alone(model, requests, config)
         with pytest.raises(
-            openai.BadRequestError, match="h2o_heavy is -3; expected an integer from 0"
+            openai.BadRequestError, match="h2o_heavy is -3; expected"
         ):
             together(router.address, texts[:1], stream=False, vllm_xargs={"h2o_heavy": -3})
