@@ -204,9 +204,7 @@ def test_vllm_router_finds_prefixes_again(servers, llama, tmp_path):
             wanted = after_prefix(llama[1], requests, PREFIX, H2OConfig(**SMALL))
             named = {"headers": {"x-session-id": str(i)}, "vllm_xargs": {"h2o_prefix": PREFIX}}
             assert together(router.address, requests, **named) == wanted
-        with pytest.raises(
-            openai.BadRequestError, match="h2o_heavy is -3; expected"
-        ):
+        with pytest.raises(openai.BadRequestError, match="h2o_heavy is -3; expected"):
             together(router.address, requests[:1], stream=False, vllm_xargs={"h2o_heavy": -3})
     found = [now - then for now, then in zip(forked(servers), before, strict=True)]
     assert sum(found) == 2 * len(beginnings)
@@ -230,9 +228,7 @@ def test_two_servers_answer_as_one(servers, llama, tmp_path):
         assert sum(forked(servers)) - sum(before) == len(requests) - len(beginnings)
         assert together(nodes[0], requests, **arguments) == wanted
         assert together(router.address, requests[::5]) == alone(model, requests[::5], config)
-        with pytest.raises(
-            openai.BadRequestError, match="h2o_heavy is -3; expected"
-        ):
+        with pytest.raises(openai.BadRequestError, match="h2o_heavy is -3; expected"):
             together(router.address, requests[:1], stream=False, vllm_xargs={"h2o_heavy": -3})
         servers[1].process.terminate()
         servers[1].process.wait(60)

@@ -49,7 +49,5 @@ def test_two_engines_answer_as_one(tmp_path):
         wanted = after_prefix(model, requests, PREFIX, config)
         assert together(router.address, texts, vllm_xargs={"h2o_prefix": PREFIX}) == wanted
         assert together(router.address, texts) == alone(model, requests, config)
-        with pytest.raises(
-            openai.BadRequestError, match="h2o_heavy is -3; expected"
-        ):
+        with pytest.raises(openai.BadRequestError, match="h2o_heavy is -3; expected"):
             together(router.address, texts[:1], stream=False, vllm_xargs={"h2o_heavy": -3})
