@@ -119,7 +119,7 @@ VEC vf load_Q8(const char *row, int64_t d, int n, int64_t D) {
     int8_t bytes[VL] = {0};
     (void)D;
     if (n == VL) return vf_load_i8(row + d);
-    memcpy(bytes, row + d, (size_t)n);
+    for (int i = 0; i < VL && i < n; i++) bytes[i] = (int8_t)row[d + i];
     return vf_load_i8(bytes);
 }
 
