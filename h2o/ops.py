@@ -42,6 +42,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from h2o import backends
+from h2o.arguments.plain_values import check_flag
 from h2o.policy import PAPER, Policy, PolicyFields, resolve_policy
 from h2o.slots import Slots, new_slots, sizes_of_keys
 from h2o.tensors import (
@@ -321,6 +322,7 @@ def simulate(
     )  # fmt: skip
     if fields:
         policy = resolve_policy(policy, fields, simulate)
+    offsets = check_flag("offsets", offsets)
     backend = backends.backend_for(query)
     stored: tuple[Tensor | None, ...] = (None, None, None)
     if kv_dtype is not None:

@@ -171,7 +171,7 @@ def new_slots(
     each = [check_count("capacity", x, hint="k + 1 for rows of budget k") for x in listed]
     heavy, recent = check_tokens("heavy", heavy), check_tokens("recent", recent)
     value_weighted = check_flag("value_weighted", value_weighted)
-    shared = check_flag("shared", shared)
+    shared, offsets = check_flag("shared", shared), check_flag("offsets", offsets)
     starts, budgets, shape = None, (B, 2), (B, G, each[0])
     if not even:
         if len(each) != G:

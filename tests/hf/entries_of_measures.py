@@ -62,7 +62,7 @@ AT = A(9, odd.integer, least=0)
 
 OPERATION = ("query", "keys", "values", "slots", "mask", "scale", "softcap", "out", "scores",
              "sink_logits", "policy", "key", "value", "rotary", "prompt", "budget", "evicted_at",
-             "kv_dtype")  # fmt: skip
+             "kv_dtype", "offsets")  # fmt: skip
 """Operands of operations, which the core checks (tests/core), as it does the policy's fields"""
 
 
@@ -144,6 +144,7 @@ OF_MEASURES: dict[str, Entry] = {
             "capacity": A(4, odd.integer, single=False),
             "heavy": A(2, odd.integer, least=0), "recent": A(2, odd.integer, least=0),
             "value_weighted": A(True, odd.flag), "shared": A(True, odd.flag),
+            "offsets": A(True, odd.flag),
             "kv_dtype": A("int8", odd.choice),
         },
         ("keys",),
