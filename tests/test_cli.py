@@ -198,8 +198,9 @@ def test_comparison_in_numbers(tiny, capsys):
         assert held * per_token <= run["kv_bytes_held"] <= (held + 1) * per_token
         assert 0 < run["mass_evicted"] < 1
     assert ours["mass_evicted"] < local["mass_evicted"]
-    # The head dimension is 8. Keys and values take 8 + 2 bytes each, a slot's metadata 12 more.
-    budget = (0.1 * len(PROMPT) * 64 - 32) // (2 * 10 + 12) - 1
+    # The head dimension is 8. Keys and values take 8 + 2 bytes each, a slot's metadata 12 more, and
+    # a head's metadata 32, its offset 16.
+    budget = (0.1 * len(PROMPT) * 64 - 32 - 16) // (2 * 10 + 12) - 1
     assert tenth["tokens_held"] == budget
     assert tenth["kv_bytes_held"] == (budget + 1) * 2 * 2 * 2 * 10
     for run in result["runs"]:

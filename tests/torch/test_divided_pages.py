@@ -123,7 +123,7 @@ def alone(config: H2OConfig, each: Talk) -> tuple[torch.Tensor, list[list[list[i
         sizes = (least + won[layer * G : (layer + 1) * G]).tolist()
         slots = ops.new_slots(
             keys, [sinks + n + recent + 1 for n in sizes], recent=recent,
-            value_weighted=config.policy.value_weighted, kv_dtype=config.kv_dtype,
+            value_weighted=config.policy.value_weighted, kv_dtype=config.kv_dtype, offsets=True,
         )  # fmt: skip
         slots.budget[0, :, 0] = torch.tensor(sizes)
         k, v = (x[:, :, : each.prompt] for x in (keys, values))

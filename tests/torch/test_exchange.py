@@ -192,7 +192,7 @@ def test_no_memory_for_an_output(tokens):
 @pytest.mark.parametrize("capacity", [0, -1, -(2**40)])
 @pytest.mark.parametrize("keys", [torch.zeros(1, 1, 1, 8), np.zeros((1, 1, 1, 8))])
 def test_slots_for_nothing(keys, capacity):
-    with pytest.raises(ValueError, match=rf"^capacity: is {capacity}, wanted at least 1: k \+ 1"):
+    with pytest.raises(ValueError, match=rf"^capacity is {capacity}; expected .* 1: k \+ 1"):
         ops.new_slots(keys, capacity)
 
 

@@ -296,7 +296,7 @@ def test_pins_that_requests_ask_for():
         ("system", "does not see chats"),
         ("4", "spans of tokens"),
         ([[4, 4]], "span"),
-        ([[True, 4]], r"not \[\[True, 4\]\]"),
+        ([[True, 4]], r"is \[\[True, 4\]\]; expected spans"),
         ("0:21", "the prompt has 20"),
     ):
         with pytest.raises((TypeError, ValueError), match=word):
