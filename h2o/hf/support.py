@@ -195,15 +195,15 @@ def split_modes(model: Any) -> frozenset[Mode]:
     return frozenset({Mode.TENSOR_PARALLEL} if is_cut else ())
 
 
-def check_settings(traits: Traits, h2o_config: H2OConfig, *more: Mode) -> None:
+def check_settings(traits: Traits, h2o_config: H2OConfig) -> None:
     """Raise UnsupportedError if the settings of an `H2OCache` do not suit the model or each
-    other. `more`: the modes that the cache's other arguments ask for."""
+    other."""
     if h2o_config.score_by == "random":
         raise UnsupportedError(
             f"{Mode.RANDOM} is a baseline that no cache has: measure it with "
             'h2o.simulated(model, score_by="random") or h2o eval --compare full,random:0.2'
         )
-    check_modes({*traits.modes, *config_modes(h2o_config), *more})
+    check_modes({*traits.modes, *config_modes(h2o_config)})
     if h2o_config.positions == "cache_relative" and traits.not_cache_relative:
         raise UnsupportedError(
             f"{Mode.CACHE_RELATIVE} does not support {traits.model_type}: "

@@ -76,8 +76,8 @@ FAULTS = (
     ),
     Fault(
         f"{TEXT}/pins.py",
-        "rows = [row for row in self.given for",
-        "rows = [self.given[0] for",
+        "rows = [row for row in self.spans for",
+        "rows = [self.spans[0] for",
         "PINS",
     ),
     Fault(

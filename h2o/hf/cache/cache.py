@@ -31,7 +31,8 @@ from h2o.hf.cache.cache_plan import get_plan
 from h2o.hf.cache.continuation import no_new_tokens, plan_pass, warn_of_many_graphs
 from h2o.hf.cache.from_dynamic_cache import import_dynamic_cache
 from h2o.hf.cache_state import recurrent_states
-from h2o.hf.conversation.pass_guard import NUMBER_LAYERS, PassGuard
+from h2o.hf.conversation.forward_pass import NUMBER_LAYERS
+from h2o.hf.conversation.pass_guard import PassGuard
 from h2o.hf.conversation.pins import Pins
 from h2o.hf.layers import crop
 from h2o.hf.layers.layer import H2OLayer
@@ -107,10 +108,9 @@ class H2OCache(CacheInspection):
         check_pins(config, pinned)
         model, config = config, text_config_of(config)
         plan = get_plan(model, config, h2o_config)
-        check_modes(plan.modes | split_modes(model))
         pins = Pins.of(pinned, plan.h2o_config.decay)
         guard = PassGuard(prompt_length, plan.kinds, plan.last, plan.number_of_states, pins)
-        layers = plan.layers(guard, trace=trace, compileable=compileable)
+        layers = plan.layers(guard, split_modes(model), trace=trace, compileable=compileable)
         guard.plans = plan.plans
         guard.drops_cache_after = plan.drops_cache_after
         guard.has_rope_deltas = config.get_text_config(decoder=True) is not config

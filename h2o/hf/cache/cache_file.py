@@ -65,7 +65,7 @@ def _contents(
             "model_settings": model_settings,
             "record": record(model) if hasattr(model, "named_parameters") else None,
             "settings": _settings(cache),
-            "pins": dataclasses.asdict(cache.guard.pins),
+            "pins": cache.guard.pins._asdict(),
             "state": cache.guard.state.as_dict(),
             "layers": [snapshot.numbers for snapshot in snapshots],
         }

@@ -32,7 +32,7 @@ from h2o.hf.layers.pass_runners import CapturedRunner, EagerRunner
 from h2o.hf.layers.plain_variant import PlainVariant
 from h2o.hf.layers.shared_variant import SharedVariant
 from h2o.hf.model_traits.layer_kinds import has_states, layers_of
-from h2o.hf.modes import Mode, config_modes
+from h2o.hf.modes import Mode, check_modes, config_modes
 from h2o.hf.prompt.cross_head_budget import CrossHeadBudget
 from h2o.hf.prompt.echo_scorer import EchoScorer, PromptEcho, adapt_config
 from h2o.hf.prompt.scorers import AttentionScorer
@@ -84,16 +84,18 @@ class CachePlan:
         self._angles = rotary_of(config) if is_relative else None
         self._alike = self.h2o_config.shares_by_echo and _alike(config, list(self.plans))
 
-    def layers(self, guard: PassGuard, *, trace: bool, compileable: bool) -> list[CacheLayerMixin]:
-        """Create the empty layers of a cache.
+    def layers(
+        self, guard: PassGuard, modes: frozenset[Mode], *, trace: bool, compileable: bool
+    ) -> list[CacheLayerMixin]:
+        """Create the empty layers of a cache. `modes`: those that only the model shows.
 
         Raises:
             UnsupportedError: the settings cannot be combined.
             TypeError: one of them is not a bool.
         """
         trace, compileable = check_flag("trace", trace), check_flag("compileable", compileable)
-        more = {Mode.TRACE: trace, Mode.COMPILED: compileable}
-        check_settings(self._traits, self.h2o_config, *(mode for mode in more if more[mode]))
+        asked = {Mode.TRACE: trace, Mode.COMPILED: compileable}
+        check_modes({*self.modes, *modes, *(mode for mode in asked if asked[mode])})
         angles, echo = copy.copy(self._angles), copy.copy(self._echo)
         if self.h2o_config.shares_by_echo:
             guard.makes_pool = functools.partial(CrossHeadBudget, self.plans, alike=self._alike)

@@ -9,6 +9,12 @@ from torch import Tensor
 
 from h2o.hf.conversation.state import CacheState
 
+NUMBER_LAYERS = (
+    "number the layers (for i, layer in enumerate(model.model.layers): layer.self_attn.layer_idx = "
+    "i), set config.num_hidden_layers to how many there are, and make a new H2OCache"
+)
+"""What to do after layers were removed from a model, whose others keep their old numbers"""
+
 
 class ForwardPass:
     """One forward pass through the layers of a cache."""
@@ -66,3 +72,38 @@ class ForwardPass:
         """Note whether pinned tokens are still to arrive, now that rows have seen `tokens` [B]."""
         if not self.after.pinned.has_pending(tokens.tolist()):
             self.after = self.after._replace(waits_for_pins=False)
+
+
+def waiting_message(layer: int) -> str:
+    """Error message for a layer whose new keys never reached its attention."""
+    return (
+        f"layer {layer} updated its H2OCache, but its keys never reached h2o's attention. If the "
+        'model uses another attention, load it with attn_implementation="h2o" or call '
+        'model.set_attn_implementation("h2o"). If threads generate within h2o.patched(), leave it '
+        "after the last one has finished. If the last forward pass was interrupted, call "
+        "cache.reset(). Otherwise the model changes keys after the cache (latent attention, "
+        "repeated heads), which h2o does not support"
+    )
+
+
+def disagreement_message(the_pass: ForwardPass, counting: list[int]) -> str:
+    """Error message for a pass that was interrupted between two of the layers that store keys."""
+    stored, seen = sorted(the_pass.stored), the_pass.after.columns
+    if the_pass.before.columns:
+        return (
+            "the last forward pass was interrupted between two layers, which have now seen "
+            "different numbers of tokens. Call cache.reset() and start over"
+        )
+    run = len(stored)
+    if stored == counting[:run]:
+        return (
+            f"{run} of the cache's {len(counting)} layers have seen {seen} tokens, the others "
+            "none. If an earlier call raised an error, its forward pass was interrupted between "
+            "two layers: call cache.reset() and start over. If none did, the model runs only "
+            f"{run} layers, fewer than its config says (some were dropped, or the cache was made "
+            f"for another model). Set config.num_hidden_layers = {run} and make a new H2OCache"
+        )
+    return (  # an interrupted pass would have reached the first layers
+        f"{run} of the cache's {len(counting)} layers have seen {seen} tokens, but layers before "
+        f"them none: those were removed from the model. For the rest, {NUMBER_LAYERS}"
+    )

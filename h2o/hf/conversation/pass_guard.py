@@ -24,8 +24,12 @@ from h2o.compat_calls import ModelCall
 from h2o.compat_wrappers import has_transforms
 from h2o.config.layer_plan import LayerPlan
 from h2o.hf.cache_state.slot_layout import writable
-from h2o.hf.conversation.forward_pass import ForwardPass
-from h2o.hf.conversation.pins import Pins
+from h2o.hf.conversation.forward_pass import (
+    ForwardPass,
+    disagreement_message,
+    waiting_message,
+)
+from h2o.hf.conversation.pins import NO_PINS, Pins
 from h2o.hf.conversation.state import (
     CacheState,
     NewColumns,
@@ -43,12 +47,6 @@ WITHOUT_CACHE = (
 )
 """Error message when `generate()` feeds the whole text again, together with its first new token."""
 
-NUMBER_LAYERS = (
-    "number the layers (for i, layer in enumerate(model.model.layers): layer.self_attn.layer_idx = "
-    "i), set config.num_hidden_layers to how many there are, and make a new H2OCache"
-)
-"""What to do after layers were removed from a model, whose others keep their old numbers"""
-
 _lock = threading.Lock()
 """Guards the beginning of passes of all caches. They share one lock, because locks cannot be
 copied."""
@@ -63,7 +61,7 @@ class PassGuard:
         kinds: Sequence[str] = ("h2o",),
         last: int = 0,
         with_states: Iterable[int] = (),
-        pins: Pins = Pins(),  # noqa: B008 (immutable)
+        pins: Pins = NO_PINS,
     ) -> None:
         """
         Args:
@@ -81,7 +79,7 @@ class PassGuard:
         self.storing = [index for index, kind in enumerate(kinds) if kind != "none"]
         """The layers that store something in every forward pass"""
         self.counting = [index for index in self.storing if kinds[index] != "states"]
-        """Those of them that store keys"""
+        """The layers that store keys"""
         self.last = max(self.storing[-1], last)
         """The last layer that uses the cache"""
         self.with_states = tuple(with_states)
@@ -120,7 +118,6 @@ class PassGuard:
         """The pass under way. An interrupt leaves it set"""
         self.finished: ForwardPass | None = None
         """The last pass of a model with states, whose last layer may still change its states"""
-
         self.told: ModelCall | None = None
         """The inputs of the pass, if the caller of the model tells them"""
 
@@ -207,7 +204,7 @@ class PassGuard:
         """Record that a layer has stored its new keys."""
         if (the_pass := self.current) is not None:
             if layer in the_pass.stored:
-                raise RuntimeError(_disagreement_message(the_pass, self.counting))
+                raise RuntimeError(disagreement_message(the_pass, self.counting))
             the_pass.stored.append(layer)
 
     def layer_done(self, layer: int) -> None:
@@ -290,41 +287,38 @@ class PassGuard:
         """Raise RuntimeError if a layer's new keys never reached its attention."""
         the_pass = self.current
         if the_pass is not None and the_pass.waiting is not None:
-            raise RuntimeError(
-                f"layer {the_pass.waiting} updated its H2OCache, but its keys never reached h2o's "
-                "attention. If the model uses another attention, load it with "
-                'attn_implementation="h2o" or call model.set_attn_implementation("h2o"). If '
-                "threads generate within h2o.patched(), leave it after the last one has finished. "
-                "If the last forward pass was interrupted, call cache.reset(). Otherwise the model "
-                "changes keys after the cache (latent attention, repeated heads), which h2o does "
-                "not support"
-            )
+            raise RuntimeError(waiting_message(the_pass.waiting))
 
     def check_complete(self) -> None:
         """Raise RuntimeError if another thread is within a forward pass, or if the last pass was
         interrupted. A pass that has stored nothing is forgotten."""
-        the_pass = self.current
-        if the_pass is not None:
-            self.check_thread()
-            self.check_keys_arrived()
-            if the_pass.stored and len(the_pass.stored) != len(self.counting):
-                raise RuntimeError(_disagreement_message(the_pass, self.counting))
-        if self.has_states:
-            last = the_pass or self.finished
-            if last is not None and (last.has_missed_states or (the_pass and last.has_changed)):
-                raise RuntimeError(
-                    "the last forward pass was interrupted between two layers, and only some of "
-                    "the model's states have seen its tokens. Call cache.reset() and start over"
-                )
+        if self.current is None and self.finished is None:
+            return
+        self.check_thread()
+        if message := self._interruption():
+            raise RuntimeError(message)
         self.current = None  # nothing was stored, or only layers that reuse keys are missing
 
     @property
     def is_broken(self) -> bool:
         """Whether a forward pass is under way or was interrupted."""
+        return bool(self._interruption())
+
+    def _interruption(self) -> str:
+        """Error message for a pass that only some layers have stored; "" if there is none."""
         the_pass, last = self.current, self.current or self.finished
-        is_partial = the_pass is not None and the_pass.has_changed
-        is_partial = is_partial and self.state is not the_pass.after
-        return is_partial or (last is not None and last.has_missed_states)
+        if the_pass is not None and the_pass.waiting is not None:
+            return waiting_message(the_pass.waiting)
+        if the_pass is not None and 0 < len(the_pass.stored) < len(self.counting):
+            return disagreement_message(the_pass, self.counting)
+        if not self.has_states or last is None:
+            return ""
+        if last.has_missed_states or (the_pass is not None and the_pass.has_changed):
+            return (
+                "the last forward pass was interrupted between two layers, and only some of the "
+                "model's states have seen its tokens. Call cache.reset() and start over"
+            )
+        return ""
 
     def check_angles(self, seen: int, new: int) -> None:
         """Raise ValueError if `new` tokens would change the rotary angles of the `seen` tokens."""
@@ -348,6 +342,16 @@ class PassGuard:
         """Count columns in a tensor, for captured graphs, as in transformers' StaticLayer."""
         self.counter = writable(torch.tensor(0, dtype=torch.int64, device="cpu"))
 
+    def move_counter(self, device: torch.device) -> None:
+        """Move that tensor to the device of the slots."""
+        assert self.counter is not None
+        self.counter = writable(self.counter.to(device))
+
+    def count_captured(self, Q: int) -> None:
+        """Count Q more columns within a captured graph."""
+        assert self.counter is not None
+        self.counter.add_(Q)
+
     def change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         """Select or repeat the batch rows, even before the prompt.
 
@@ -368,27 +372,4 @@ def in_use_elsewhere() -> RuntimeError:
         "this H2OCache is in use by another thread, whose forward pass has not ended. A cache "
         "holds one conversation, so make one cache per thread, or use h2o.patched(), which makes "
         "one per call"
-    )
-
-
-def _disagreement_message(the_pass: ForwardPass, counting: list[int]) -> str:
-    """Error message for a pass that was interrupted between two of the layers that store keys."""
-    stored, seen = sorted(the_pass.stored), the_pass.after.columns
-    if the_pass.before.columns:
-        return (
-            "the last forward pass was interrupted between two layers, which have now seen "
-            "different numbers of tokens. Call cache.reset() and start over"
-        )
-    run = len(stored)
-    if stored == counting[:run]:
-        return (
-            f"{run} of the cache's {len(counting)} layers have seen {seen} tokens, the others "
-            "none. If an earlier call raised an error, its forward pass was interrupted between "
-            "two layers: call cache.reset() and start over. If none did, the model runs only "
-            f"{run} layers, fewer than its config says (some were dropped, or the cache was made "
-            f"for another model). Set config.num_hidden_layers = {run} and make a new H2OCache"
-        )
-    return (  # an interrupted pass would have reached the first layers
-        f"{run} of the cache's {len(counting)} layers have seen {seen} tokens, but layers before "
-        f"them none: those were removed from the model. For the rest, {NUMBER_LAYERS}"
     )

@@ -9,7 +9,6 @@ Shape letters as in `h2o.hf`, and K columns of a mask.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,22 +16,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from h2o.spans import PINNED, Row, check_pinned, count, runs
+from h2o.spans import PINNED, GivenPins, Row, check_pinned, count, runs
 
 LEAST_DECAY = 1e-30
 """For a smaller decay, infinity times the decay may not be infinity in float32."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Pins:
-    """The pins that a cache was given. Which tokens they are is known once the prompt is."""
+class Pins(GivenPins):
+    """The pins that a cache was given. Which tokens they are is known once the prompt is. The spans
+    of a single row apply to all rows."""
 
-    given: tuple[Row, ...] | str = ()
-    """"prompt", or the spans of each row. The spans of a single row apply to all rows"""
-    are_columns: bool = False
-    """Whether `given` has columns of the padded prompt (from a mask) instead of positions"""
-    columns: int = 0
-    """The number of columns that each row of the mask has at least; 0 if it is not known"""
+    __slots__ = ()
 
     @classmethod
     def of(cls, pinned: Any, decay: float = 1.0) -> Pins:
@@ -49,24 +43,23 @@ class Pins:
                 f"decay={decay} erases scores, but pinned keys are marked by their score. Use "
                 f"decay={LEAST_DECAY} or more, or leave out pinned"
             )
-        spans, *columns = given
-        return cls(spans if isinstance(spans, str) else tuple(spans), *columns)
+        return cls(*given)
 
     def __bool__(self) -> bool:
         """Whether the user pinned anything."""
-        return any(self.given)
+        return any(self.spans)
 
     @property
     def needs_prompt_length(self) -> bool:
         """Whether the whole prompt is pinned, so that its length must be known."""
-        return self.given == "prompt"
+        return self.spans == "prompt"
 
     @property
     def last(self) -> int:
         """End of the last span that was given; 0 if it depends on the prompt."""
-        if isinstance(self.given, str):
+        if isinstance(self.spans, str):
             return 0
-        return max((span[1] for row in self.given for span in row), default=0)
+        return max((span[1] for row in self.spans for span in row), default=0)
 
     def resolve(self, lengths: list[int], mask: Tensor | None, columns: int) -> PinnedRows:
         """The pinned positions of each row, once the prompt is known.
@@ -83,15 +76,15 @@ class Pins:
         B = len(lengths)
         if not self:
             return NOTHING_PINNED
-        if isinstance(self.given, str):
+        if isinstance(self.spans, str):
             return PinnedRows(tuple([(0, length)] for length in lengths))
-        if B % len(self.given):
+        if B % len(self.spans):
             raise ValueError(
-                f"pinned has spans for {len(self.given)} rows, but the batch has {B}. Pass a list "
+                f"pinned has spans for {len(self.spans)} rows, but the batch has {B}. Pass a list "
                 "of spans for each row, or one list for all rows"
             )
-        times = B // len(self.given)  # beams per row, or B if one list is for all rows
-        rows = [row for row in self.given for _ in range(times)]
+        times = B // len(self.spans)  # beams per row, or B if one list is for all rows
+        rows = [row for row in self.spans for _ in range(times)]
         if self.are_columns:
             if self.last > columns:
                 raise ValueError(
@@ -108,9 +101,12 @@ class Pins:
 
     def change_rows(self, change: Callable[[Sequence[Row]], list[Row]]) -> Pins:
         """Select or repeat batch rows before the prompt."""
-        if isinstance(self.given, str) or len(self.given) < 2:
+        if isinstance(self.spans, str) or len(self.spans) < 2:
             return self
-        return dataclasses.replace(self, given=tuple(change(self.given)))
+        return self._replace(spans=change(self.spans))
+
+
+NO_PINS = Pins([])
 
 
 class PinnedRows(NamedTuple):

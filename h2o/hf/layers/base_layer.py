@@ -102,7 +102,8 @@ class BaseLayer(CacheLayerMixin):
         ops.evict(keys, values, scores, slots, mask=mask, **kind)
         self.facts = LayerFacts(row_size=(keys.shape[-1], keys.element_size()))
         self.set_slots(slots, Capacity(self.capacity.widest, [size]))
-        self._record(keys.shape[2], mask)
+        if self.trace is not None:
+            self.trace.record(self.slots, self.capacity.sizes, keys.shape[2], mask)
 
     def take_rows(
         self, rows: list[int], source: BaseLayer, source_rows: list[int], B: int, longest: int
@@ -146,10 +147,6 @@ class BaseLayer(CacheLayerMixin):
         the_pass = self.guard.current
         if the_pass is not None and the_pass.after.waits_for_pins:
             the_pass.check_pins(self.slots.seen_tokens)
-        if self.trace is not None:
-            self._record(Q, mask)
-
-    def _record(self, Q: int, mask: Tensor | None) -> None:
         if self.trace is not None:
             self.trace.record(self.slots, self.capacity.sizes, Q, mask)
 
@@ -307,9 +304,10 @@ class BaseLayer(CacheLayerMixin):
         """Convert rows of slots [B, G, n, ...] at these positions [B, G, n] to the model's keys and
         values."""
         (D, _), offsets = self.facts.row_size, self.slots.offsets
-        keys, values = (dequantize(rows[i], D) for i in (0, -1))
-        if offsets is not None:
-            keys = (keys + offsets[:, :, None]).masked_fill((positions < 0)[..., None], 0)
+        added = None if offsets is None else offsets[:, :, None]
+        keys, values = dequantize(rows[0], D, added), dequantize(rows[-1], D)
+        if added is not None:
+            keys = keys.masked_fill((positions < 0)[..., None], 0)
         return self.variant.unpack_rows(keys, values)
 
     @property

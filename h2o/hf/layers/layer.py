@@ -157,7 +157,8 @@ class H2OLayer(BaseLayer):
         if self.slots is None or state.unscored:
             return self._attend_prompt(tokens)
         if self.guard.only_scores:
-            return self.attention(tokens, self.slots)[0]
+            out, _ = self.variant.attention(self, tokens, self.slots)
+            return out
         if tokens.query.shape[2] != 1 or state.waits_for_pins:  # a step cannot pin its key
             return self.runner.chunk(self, tokens)
         return self.runner.step(self, tokens)
@@ -174,7 +175,7 @@ class H2OLayer(BaseLayer):
         budget = rows.budget(self.plan, G, self.facts.part, size)
         scores_before = None if unscored is None else unscored.scores.clone()
         try:
-            out, scores = self.attention(tokens, unscored)
+            out, scores = self.variant.attention(self, tokens, unscored)
             keys, values, mask, echo = tokens.key, tokens.value, tokens.mask, None
             if unscored is None:
                 scores, echo = self.scorer.after_prompt(tokens, scores)
@@ -209,16 +210,11 @@ class H2OLayer(BaseLayer):
         self.facts = self.facts._replace(raised=prompt.budget.raised, floored=prompt.budget.floored)
         self.stored(prompt.columns, prompt.column_mask)
 
-    def attention(self, tokens: NewTokens, slots: ops.Slots | None) -> tuple[Tensor, Tensor]:
-        """Return the output [B, Q, H, D] and the scores [B, G, Q] of the new keys."""
-        attended: tuple[Tensor, Tensor] = self.variant.attention(self, tokens, slots)
-        return attended
-
     def attend_and_evict(self, tokens: NewTokens, slots: ops.Slots) -> Tensor:
         """Attend to the slots and the new tokens, then keep as many of both as fit the budget."""
 
         def attend() -> tuple[Tensor, Tensor]:
-            out, scores = self.attention(round_like_slots(tokens, slots), slots)
+            out, scores = self.variant.attention(self, round_like_slots(tokens, slots), slots)
             if self.guard.state.waits_for_pins:
                 positions, _ = positions_in(tokens.mask, scores)
                 after = (positions + slots.seen_tokens[:, None, None]).masked_fill(

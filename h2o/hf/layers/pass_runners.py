@@ -100,7 +100,7 @@ class CapturedRunner(EagerRunner):
         out: Tensor = operator(*new, *layer.slots, *layer.policy, **tokens.options)
         guard = layer.guard
         if layer.layer_idx == max(guard.plans):
-            guard.counter.add_(tokens.query.shape[2])
+            guard.count_captured(tokens.query.shape[2])
         return out
 
     def capacities(self, widest: list[int], tokens: int) -> list[int]:
@@ -121,7 +121,7 @@ class CapturedRunner(EagerRunner):
             return
         guard = layer.guard
         if layer.layer_idx == min(guard.plans):
-            guard.counter = slot_layout.writable(guard.counter.to(slots.keys.device))
+            guard.move_counter(slots.keys.device)
         if slots.keys.device.type == "cpu":
             return  # a compiler that freezes weights would mistake marked tensors for weights
         # A CUDA graph always uses the addresses from its capture.
