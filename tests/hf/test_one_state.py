@@ -11,7 +11,7 @@ import torch
 from h2o import H2OCache
 from h2o.compat import with_cache
 from h2o.hf.conversation.seen_text import NO_TEXT, SeenText
-from h2o.hf.conversation.state import CacheState, RowState
+from h2o.hf.conversation.state import CacheState, NewColumns, RowState
 from tests.hf.tiny import prompts, shared
 
 HF = Path(__file__).parents[2] / "h2o" / "hf"
@@ -111,7 +111,7 @@ def test_records_do_not_hold_all_earlier_ones():
     assert cache.guard.state.last_pass.before.last_pass is None
 
 
-STATE = r"(\bguard|\bthe_pass|self\.current)\.(state|current|planned|finished|pins|after|stored|waiting|prompt|accesses)\b"  # noqa: E501
+STATE = r"(\bguard|\bthe_pass|self\.current)\.(state|current|planned|finished|pins|after|stored|waiting|prompt|accesses|counter)\b"  # noqa: E501
 
 
 def test_two_files_write_the_state():
@@ -123,3 +123,11 @@ def test_two_files_write_the_state():
         if written.search(path.read_text(encoding="utf-8"))
     }
     assert writers <= {"cache/cache.py", "conversation/pass_guard.py"}
+
+
+def test_a_step_is_recorded_without_its_tokens():
+    """Of a step on a GPU no numbers are read, and it must not make offsets unknown."""
+    before = unlike_any_other()
+    then = NewColumns(1).advance(before, None, records=True, is_step=True)
+    assert then.rows == before.rows
+    assert then.last_pass.crop(before.columns)[:-1] == before[:-1]

@@ -25,7 +25,7 @@ from h2o.hf.attention.attention import mask_length_error
 from h2o.hf.conversation.forward_pass import ForwardPass
 from h2o.hf.conversation.pass_guard import WITHOUT_CACHE, PassGuard
 from h2o.hf.conversation.seen_text import SeenText
-from h2o.hf.conversation.state import NewColumns, after, broadcast, with_padding
+from h2o.hf.conversation.state import NewColumns, after, broadcast
 from h2o.model_identity import difference, rotary_difference
 
 
@@ -67,13 +67,7 @@ def plan_pass(cache: Any, new: int) -> ForwardPass:
         columns = columns._replace(whole_mask=_padding_mask(guard, text.mask, seen, new))
     if guard.only_scores:
         return ForwardPass(before, before, new)
-    if is_step and not guard.records_passes:  # it changes no offset: images come in longer passes
-        rows = before.rows
-        if columns.whole_mask is not None:
-            rows = with_padding(rows, columns.whole_mask)
-        then = after(before, new, rows, before.text.add(text.ids, text.mask))
-    else:
-        then = columns.advance(before, tokens, guard.records_passes)
+    then = columns.advance(before, tokens, guard.records_passes, is_step)
     return ForwardPass(before, then, new)
 
 

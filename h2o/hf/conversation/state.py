@@ -134,7 +134,11 @@ class NewColumns(NamedTuple):
         return NewColumns(Q, mask, positions, ids, whole)
 
     def advance(
-        self, before: CacheState, tokens: list[int] | None, records: bool = False
+        self,
+        before: CacheState,
+        tokens: list[int] | None,
+        records: bool = False,
+        is_step: bool = False,
     ) -> CacheState:
         """The state after these columns. `h2o.hf.prompt.prompt_budget` adds what the first layer of
         a prompt finds out: its length and its pins.
@@ -144,8 +148,11 @@ class NewColumns(NamedTuple):
             tokens: number of tokens in each row before them, or a single one for all rows. None if
                 unknown.
             records: whether the state after them gets their record, so that they can be taken back.
+            is_step: whether each row gets a token at its next position. This changes no offset.
         """
-        if tokens is None:
+        if is_step:
+            rows = before.rows
+        elif tokens is None:
             rows = merge(row._replace(offset=None) for row in before.rows)
         else:
             rows = self._advance_rows(before, tokens)
