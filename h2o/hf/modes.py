@@ -50,6 +50,7 @@ class Mode(str, Enum):
     CHUNKS = "a prompt in several forward passes"
     BEAMS = "beam search"
     CROP = "crop()"
+    NAMED_SPANS = "evict()"
     TURNS = "several turns on one cache"
     FORK = "fork()"
     FILE = "save() and load()"
@@ -153,6 +154,28 @@ REFUSED: tuple[tuple[Mode, Mode, str], ...] = (
         "recurrent states are sums over all tokens, from which no token can be removed. Call "
         "cache.fork() before you add tokens that you may have to remove",
     ),
+    (
+        M.NAMED_SPANS,
+        M.HYBRID,
+        "recurrent states are sums over all tokens, from which no token can be removed. Call "
+        "cache.fork() before text that you will remove, or prefill the shorter text",
+    ),
+    (
+        M.NAMED_SPANS,
+        M.LATENT,
+        "only a part of a latent row is rotated, and h2o cannot move it. Use a new H2OCache and "
+        "prefill the shorter text",
+    ),
+    (
+        M.NAMED_SPANS,
+        M.TRACE,
+        "the record counts columns of the text with the spans. Leave out trace",
+    ),
+    (
+        M.NAMED_SPANS,
+        M.COMPILED,
+        "a captured step cannot fill the slots that become free. Leave out compileable",
+    ),
     (M.GAPS, M.WINDOWS, COUNTS_PADDING),
     (M.GAPS, M.HYBRID, COUNTS_PADDING),
     (
@@ -219,14 +242,14 @@ _FRESH = "each call gets a cache of its own"
 APART: tuple[tuple[Mode, tuple[Mode, ...], str], ...] = (
     (
         M.SIMULATED,
-        (M.CHUNKS, M.BEAMS, M.CROP, M.TURNS, M.FORK, M.FILE, M.ROW_MOVES, M.COMPILED,
-         M.FROM_DYNAMIC, M.GENERATE_ALL, M.REREADING),
+        (M.CHUNKS, M.BEAMS, M.CROP, M.NAMED_SPANS, M.TURNS, M.FORK, M.FILE, M.ROW_MOVES,
+         M.COMPILED, M.FROM_DYNAMIC, M.GENERATE_ALL, M.REREADING),
         _NO_CACHE,
     ),
     (
         M.RANDOM,
-        (M.CHUNKS, M.BEAMS, M.CROP, M.TURNS, M.FORK, M.FILE, M.ROW_MOVES, M.COMPILED,
-         M.FROM_DYNAMIC, M.GENERATE_ALL, M.REREADING, M.PATCHED, M.CACHE_RELATIVE),
+        (M.CHUNKS, M.BEAMS, M.CROP, M.NAMED_SPANS, M.TURNS, M.FORK, M.FILE, M.ROW_MOVES,
+         M.COMPILED, M.FROM_DYNAMIC, M.GENERATE_ALL, M.REREADING, M.PATCHED, M.CACHE_RELATIVE),
         "only a simulation draws keys at random",
     ),
     (M.RANDOM, (M.ECHO, M.SHARED_BUDGET), "a cache has one ranking"),
@@ -242,7 +265,7 @@ APART: tuple[tuple[Mode, tuple[Mode, ...], str], ...] = (
      "h2o.compress_document reads one text of token ids, and has no such argument"),
     (
         M.VLLM,
-        (M.PADDING, M.GAPS, M.CROP, M.TRACE, M.COMPILED, M.FORK, M.FILE, M.ROW_MOVES,
+        (M.PADDING, M.GAPS, M.CROP, M.NAMED_SPANS, M.TRACE, M.COMPILED, M.FORK, M.FILE, M.ROW_MOVES,
          M.AUTOCAST, M.FROM_DYNAMIC, M.GENERATE_ALL, M.PATCHED, M.REREADING, M.SIMULATED),
         _SERVER,
     ),
@@ -299,6 +322,16 @@ TESTED: tuple[tuple[Mode, tuple[Mode, ...], str], ...] = (
         M.REREADING,
         (M.CROP, M.TURNS, M.FORK, M.FILE, M.ROW_MOVES),
         "tests/hf/test_compress.py::test_it_goes_on_as_any_other_cache",
+    ),
+    (
+        M.NAMED_SPANS,
+        (M.BITS, M.FEW_BITS, M.AUTOCAST),
+        "tests/hf/test_named_eviction.py::test_stored_keys_are_rotated_as_they_are_stored",
+    ),
+    (
+        M.NAMED_SPANS,
+        (M.REREADING,),
+        "tests/hf/test_named_eviction.py::test_a_compressed_document",
     ),
     (
         M.VLLM,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from h2o import ops
+from h2o import backends, ops
 from h2o.hf.model_traits.tagged_tensor import plain
 from h2o.policy import Policy
 from h2o.quantization import round_to_bytes
@@ -206,15 +206,27 @@ def attention(tokens: NewTokens, slots: ops.Slots | None, policy: Policy) -> tup
     return ops.attend(*tokens[:3], slots, policy=policy, **tokens.options)
 
 
+def evict_with_room(
+    keys: Tensor, values: Tensor | None, scores: Tensor, slots: ops.Slots, *,
+    mask: Tensor | None, policy: Policy,
+) -> None:  # fmt: skip
+    """`h2o.ops.evict` for slots in which heads may hold fewer keys than their budget allows."""
+    backends.evict_with_room(keys, values, scores, mask, slots, policy)
+
+
 def evict_after(
-    attend: Callable[[], tuple[Tensor, Tensor]], tokens: NewTokens, slots: ops.Slots, policy: Policy
+    attend: Callable[[], tuple[Tensor, Tensor]],
+    tokens: NewTokens,
+    slots: ops.Slots,
+    policy: Policy,
+    evict: Callable[..., None] = ops.evict,
 ) -> Tensor:
     """Return the output of `attend`, and evict by the scores that it returns. Pinned keys stay
     pinned. If an error is raised, the slots are unchanged."""
     scores_before = slots.scores.clone()
     try:
         out, scores = attend()
-        ops.evict(tokens.key, tokens.value, scores, slots, mask=tokens.mask, policy=policy)
+        evict(tokens.key, tokens.value, scores, slots, mask=tokens.mask, policy=policy)
     except Exception:  # attend has changed nothing but the scores
         slots.scores.copy_(scores_before)
         raise

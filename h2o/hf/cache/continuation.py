@@ -60,7 +60,7 @@ def plan_pass(cache: Any, new: int) -> ForwardPass:
         if is_on_gpu := _is_step_on_gpu(text, new):
             tokens, is_step = None, True
         else:
-            tokens = _tokens_seen(cache, seen, text.mask)
+            tokens = tokens_seen(cache, seen, text.mask)
             is_step = _check_continuation(cache, seen, text, new, tokens)
     columns = _new_columns(guard, text, seen, new)
     if guard.counts_padding and not (is_on_gpu and not before.ends_in_padding):
@@ -148,7 +148,7 @@ def _check_can_continue(seen: int, text: ModelCall) -> None:
         )
 
 
-def _tokens_seen(cache: Any, seen: int, mask: Tensor | None) -> list[int] | None:
+def tokens_seen(cache: Any, seen: int, mask: Tensor | None) -> list[int] | None:
     """Number of tokens in each row [B], or a single one for all rows; None if unknown."""
     plans = cache.guard.plans
     slots = cache.layers[next(iter(plans))].slots if plans else None

@@ -13,6 +13,7 @@ Shape letters as in `h2o.hf`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from h2o.hf.attention.attention_call import (
     NewTokens,
     as_autocast,
     evict_after,
+    evict_with_room,
     round_like_slots,
 )
 from h2o.hf.cache_state import slot_layout
@@ -159,6 +161,8 @@ class H2OLayer(BaseLayer):
         if self.guard.only_scores:
             out, _ = self.variant.attention(self, tokens, self.slots)
             return out
+        if self.facts.has_room:
+            return self._fill_room(tokens)
         if tokens.query.shape[2] != 1 or state.waits_for_pins:  # a step cannot pin its key
             return self.runner.chunk(self, tokens)
         return self.runner.step(self, tokens)
@@ -192,6 +196,16 @@ class H2OLayer(BaseLayer):
             raise
         return out
 
+    def _fill_room(self, tokens: NewTokens) -> Tensor:
+        """Run a pass while some head holds fewer keys than its budget allows."""
+        Q = tokens.key.shape[2]
+        slots = self.make_room(self.guard.state.longest + Q)
+        out = self.attend_and_evict(tokens, slots, evict=evict_with_room)
+        room = slot_layout.has_room(slots, self.capacity.sizes, self.config.sinks)
+        self.facts = self.facts._replace(has_room=bool(room.any()))
+        self.stored(Q, tokens.mask)
+        return out
+
     # ---- Called by variant, scorer and runner -------------------------------------------------
 
     def store(self, prompt: Prompt, by_row: Budgets) -> None:
@@ -210,7 +224,9 @@ class H2OLayer(BaseLayer):
         self.facts = self.facts._replace(raised=prompt.budget.raised, floored=prompt.budget.floored)
         self.stored(prompt.columns, prompt.column_mask)
 
-    def attend_and_evict(self, tokens: NewTokens, slots: ops.Slots) -> Tensor:
+    def attend_and_evict(
+        self, tokens: NewTokens, slots: ops.Slots, evict: Callable[..., None] = ops.evict
+    ) -> Tensor:
         """Attend to the slots and the new tokens, then keep as many of both as fit the budget."""
 
         def attend() -> tuple[Tensor, Tensor]:
@@ -223,7 +239,7 @@ class H2OLayer(BaseLayer):
                 scores = self.guard.state.pinned.score(scores, after)
             return out, scores
 
-        return evict_after(attend, tokens, slots, self.policy)
+        return evict_after(attend, tokens, slots, self.policy, evict)
 
     def reset(self) -> None:
         """Empty the layer and free its memory."""
