@@ -114,8 +114,8 @@ class CacheRemoval(CacheInspection):
         Raises:
             TypeError: `spans` has none of the accepted forms.
             ValueError: a span is empty, ends beyond the text, covers a pinned token, or names
-                tokens that a sliding window still holds. The spans leave nothing of a row. `ids` are not
-                the text that the cache has seen.
+                tokens that a sliding window still holds. The spans leave nothing of a row. `ids`
+                are not the text that the cache has seen.
             UnsupportedError: (a ValueError) the model or a setting does not support it, such as
                 recurrent states and learned positions. The message says why.
             RuntimeError: a forward pass was interrupted, or another thread is running one.
