@@ -104,12 +104,15 @@ Cell = Refused | Apart | Tested | Untested
 
 PROGRAMS = "tests/hf/test_random_programs.py"
 """The random programs"""
+SPANS = "tests/hf/test_named_eviction.py"
 
 COUNTS_PADDING = (
     "this model's sliding windows or states would count it as text. Pad on the left "
     '(tokenizer.padding_side = "left"), or give each row its own cache'
 )
 """Also said of masks that a forward pass or a call gets"""
+
+REREAD = "Use a new H2OCache and prefill the text without the spans"
 
 M = Mode
 
@@ -154,28 +157,10 @@ REFUSED: tuple[tuple[Mode, Mode, str], ...] = (
         "recurrent states are sums over all tokens, from which no token can be removed. Call "
         "cache.fork() before you add tokens that you may have to remove",
     ),
-    (
-        M.NAMED_SPANS,
-        M.HYBRID,
-        "recurrent states are sums over all tokens, from which no token can be removed. Call "
-        "cache.fork() before text that you will remove, or prefill the shorter text",
-    ),
-    (
-        M.NAMED_SPANS,
-        M.LATENT,
-        "only a part of a latent row is rotated, and h2o cannot move it. Use a new H2OCache and "
-        "prefill the shorter text",
-    ),
-    (
-        M.NAMED_SPANS,
-        M.TRACE,
-        "the record counts columns of the text with the spans. Leave out trace",
-    ),
-    (
-        M.NAMED_SPANS,
-        M.COMPILED,
-        "a captured step cannot fill the slots that become free. Leave out compileable",
-    ),
+    (M.NAMED_SPANS, M.HYBRID, "recurrent states are sums over all tokens. " + REREAD),
+    (M.NAMED_SPANS, M.LATENT, "h2o cannot rotate a part of a latent row. " + REREAD),
+    (M.NAMED_SPANS, M.TRACE, "it records columns that would be gone. Leave out trace"),
+    (M.NAMED_SPANS, M.COMPILED, "captured steps fill no freed slots. Leave out compileable"),
     (M.GAPS, M.WINDOWS, COUNTS_PADDING),
     (M.GAPS, M.HYBRID, COUNTS_PADDING),
     (
@@ -323,16 +308,8 @@ TESTED: tuple[tuple[Mode, tuple[Mode, ...], str], ...] = (
         (M.CROP, M.TURNS, M.FORK, M.FILE, M.ROW_MOVES),
         "tests/hf/test_compress.py::test_it_goes_on_as_any_other_cache",
     ),
-    (
-        M.NAMED_SPANS,
-        (M.BITS, M.FEW_BITS, M.AUTOCAST),
-        "tests/hf/test_named_eviction.py::test_stored_keys_are_rotated_as_they_are_stored",
-    ),
-    (
-        M.NAMED_SPANS,
-        (M.REREADING,),
-        "tests/hf/test_named_eviction.py::test_a_compressed_document",
-    ),
+    (M.NAMED_SPANS, (M.BITS, M.FEW_BITS, M.AUTOCAST), f"{SPANS}::test_keys_are_rotated_as_stored"),
+    (M.NAMED_SPANS, (M.REREADING,), f"{SPANS}::test_a_compressed_document"),
     (
         M.VLLM,
         (M.HEAD_BUDGETS, M.SHARED_BUDGET, M.ECHO, M.BITS, M.FEW_BITS),

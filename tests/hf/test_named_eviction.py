@@ -197,7 +197,7 @@ def test_a_mean_score_stays_what_it_was():
     ("kv_dtype", "autocast", "most"),
     [(None, False, 1e-5), ("int8", False, 0.1), ("int8-int4", False, 0.4), (None, True, 0.1)],
 )
-def test_stored_keys_are_rotated_as_they_are_stored(kv_dtype, autocast, most):
+def test_keys_are_rotated_as_stored(kv_dtype, autocast, most):
     """Quantized keys are rounded once more. The answers stay close to those of full keys."""
     name = "llama, wide"
     ours, plain = model_of(name), model_of(name, "eager")

@@ -22,9 +22,10 @@ from h2o import ops
 from h2o.errors import UnsupportedError
 from h2o.hf.cache_state import slot_layout
 from h2o.hf.cache_state.slot_layout import Capacity
-from h2o.hf.conversation.removal import Removal
+from h2o.hf.conversation.named_removal import Removal
 from h2o.hf.layers.cache_relative_variant import CacheRelativeVariant
 from h2o.hf.model_traits.layer_kinds import free_keys_before_window, kind_of
+from h2o.hf.modes import REREAD
 from h2o.hf.rotary.model_rotary import ModelRotary, find_rotary
 from h2o.quantization import dequantize, stored_like
 from h2o.spans import size
@@ -56,7 +57,7 @@ class Rotaries:
         if reason:
             raise UnsupportedError(
                 f"evict does not support {self._config.model_type}, because later tokens would "
-                f"have wrong positions: {reason}. Use a new H2OCache and prefill the shorter text"
+                f"have wrong positions: {reason}. {REREAD}"
             )
         return found if index in found.rotated_layers else None
 
