@@ -149,7 +149,7 @@ def _check_continuation(
     """Check mask, ids and positions of a pass that follows `seen` columns.
 
     Returns:
-        The number of tokens in each row before it, as `_tokens_seen`. Whether it is a decode step
+        The number of tokens in each row before it, as `tokens_seen`. Whether it is a decode step
         that has the next position of each row. Whether mask and positions were read: those of a
         decode step on a GPU are not, since the host would wait for them.
     """

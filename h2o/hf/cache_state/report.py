@@ -155,7 +155,8 @@ class Report:
         if any(total.evicted) and has_outgrown(longest, self.prompt_tokens):
             short += f"{explain_growth(self.budget, self.prompt_tokens, longest)}. "
         if any(total.removed):
-            short += f"evict() has removed {total.removed[0]} tokens, which count nowhere else. "
+            removed = sum(h2o_layers[0].removed)
+            short += f"evict() has removed {removed} tokens, which count nowhere else. "
         if any(total.pinned):
             short += f"{total.pinned[0] / total.kept[0]:.1%} of the held tokens are pinned. "
         has_free_slots = total.bytes_held > total.bytes_full
