@@ -11,12 +11,12 @@ import torch
 
 from h2o import H2OCache, H2OConfig, UnsupportedError, compress_document
 from h2o.compat import with_cache
-from h2o.hf.cache_state.slot_layout import has_room
+from h2o.hf.cache_state import slot_layout
 from h2o.hf.layers.layer import H2OLayer
 from tests.hf.hidden import logits_without
 from tests.hf.modes import POLICIES, policy
 from tests.hf.program_models import model_of
-from tests.hf.tiny import FAMILIES, WITH_STATES, batch, greedy, prompts, shared, slow_if
+from tests.hf.tiny import FAMILIES, WITH_STATES, batch, greedy, llama, prompts, shared, slow_if
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -150,7 +150,7 @@ def test_rows_and_copies_hold_what_a_row_alone_holds(name):
                     assert a[a >= 0].tolist() == b[b >= 0].tolist()
     for layer in held(together):
         assert not layer.facts.has_room
-        assert not has_room(layer.slots, layer.capacity.sizes, config.sinks).any()
+        assert not slot_layout.has_room(layer.slots, layer.capacity.sizes, config.sinks).any()
 
 
 def test_freed_slots_are_used_again():
@@ -304,6 +304,45 @@ def test_learned_positions(name, reason):
         cache.evict([(2, 3)])
     read(ours, cache, text[:, :2])
     assert cache.get_seq_length() == 22
+
+
+def test_angles_that_depend_on_the_length():
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    ours, (text,) = llama(1, rope_parameters=rope), prompts(20)
+    cache = H2OCache(ours, **SMALL)
+    read(ours, cache, text)
+    with pytest.raises(UnsupportedError, match="rotary angles depend on the length"):
+        cache.evict([(2, 3)])
+
+
+def test_an_error_in_the_middle_leaves_all_layers_as_they_were(monkeypatch):
+    ours, (text,) = shared("gemma3"), prompts(30)
+    cache = H2OCache(ours, **SMALL)
+    read(ours, cache, text)
+    want = cache.fork()
+    renumber, calls = slot_layout.renumber, []
+
+    def fails_in_the_second_layer(*given):
+        calls.append(given)
+        if len(calls) == 2:
+            raise MemoryError
+        return renumber(*given)
+
+    monkeypatch.setattr(slot_layout, "renumber", fails_in_the_second_layer)
+    with pytest.raises(MemoryError):
+        cache.evict([(2, 9)])
+    got, want = (read(ours, x, text[:, :5]) for x in (cache, want))
+    assert torch.equal(got, want)
+
+
+def test_the_original_of_a_fork_keeps_what_the_fork_forgets():
+    ours, (text,) = shared("gemma3"), prompts(40)
+    cache = H2OCache(ours, **SMALL)
+    read(ours, cache, text[:, :30])
+    want = cache.fork()
+    cache.fork().evict([(2, 15)])
+    got, want = (read(ours, x, text[:, 30:]) for x in (cache, want))
+    assert torch.equal(got, want)
 
 
 # ---- Other ways to use a cache -------------------------------------------------------------------

@@ -95,7 +95,8 @@ class CacheRemoval(CacheInspection):
         the ids that `generate()` gets are those of that text, and a later call counts its spans in
         it. The keys that stay were computed with the removed tokens before them, and keep their
         distances to all later tokens, as if the removed tokens were hidden from these. The freed
-        slots are used again.
+        slots are used again. With `positions="cache_relative"` the distances close up, as they do
+        where the policy evicts.
 
         In a batch, rows may lose different numbers of tokens. The text then has as many columns
         less as the row that loses fewest, and the other rows have more padding on their left.

@@ -108,9 +108,11 @@ def check_ids(text: SeenText, ids: Tensor, mask: Tensor | None = None) -> None:
             "seen. input_ids must be everything seen so far, followed by new tokens. Append the "
             "ids of the new turn to the ids that generate() returned, as h2o.next_turn does: a "
             "chat template that drops earlier reasoning, or tokenizing the answer again, gives "
-            f"different ids. {_LOST_TURN}. After a beam search the cache holds the beams that were "
-            "searched last, not the returned sequences. To start another text call cache.reset(), "
-            "or use a new H2OCache or h2o.patched()"
+            "different ids. To drop the reasoning from the cache as well, call "
+            "cache.evict(h2o.thought_spans(tokenizer, out), ids=out) after each answer, where out "
+            f"is what generate() returned. {_LOST_TURN}. After a beam search the cache holds the "
+            "beams that were searched last, not the returned sequences. To start another text call "
+            "cache.reset(), or use a new H2OCache or h2o.patched()"
         )
 
 

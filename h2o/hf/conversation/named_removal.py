@@ -140,7 +140,7 @@ def _of_each_row(
     given: GivenPins, state: CacheState, tokens: list[int], mask: Tensor | None
 ) -> list[Row]:
     """The spans of positions of each row."""
-    rows = list(given.spans)
+    rows: list[Row] = [row for row in given.spans if not isinstance(row, str)]
     if len(rows) not in (1, len(tokens)):
         raise ValueError(
             f"evict: spans for {len(rows)} rows, but the cache holds {len(tokens)}. Pass a list of "

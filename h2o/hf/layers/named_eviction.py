@@ -51,15 +51,15 @@ class Rotaries:
         if isinstance(getattr(layer, "variant", None), CacheRelativeVariant):
             return None
         found = find_rotary(self._config, str(kind_of(layer)))
-        reason = found if isinstance(found, str) else ""
-        if not reason and found.by_length:
-            reason = "its rotary angles depend on the length of the text"
-        if reason:
-            raise UnsupportedError(
-                f"evict does not support {self._config.model_type}, because later tokens would "
-                f"have wrong positions: {reason}. {REREAD}"
-            )
-        return found if index in found.rotated_layers else None
+        if isinstance(found, ModelRotary) and not found.by_length:
+            return found if index in found.rotated_layers else None
+        reason = "its rotary angles depend on the length of the text"
+        if isinstance(found, str):
+            reason = found
+        raise UnsupportedError(
+            f"evict does not support {self._config.model_type}, because later tokens would have "
+            f"wrong positions: {reason}. {REREAD}"
+        )
 
 
 def check_windows(layers: Sequence[Any], removal: Removal, tokens: list[int]) -> None:
