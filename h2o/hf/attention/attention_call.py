@@ -191,27 +191,25 @@ def attention(tokens: NewTokens, slots: ops.Slots | None, policy: Policy) -> tup
     return ops.attend(*tokens[:3], slots, policy=policy, **tokens.options)
 
 
-def evict_with_room(
-    keys: Tensor, values: Tensor | None, scores: Tensor, slots: ops.Slots, *,
-    mask: Tensor | None, policy: Policy,
-) -> None:  # fmt: skip
-    """`h2o.ops.evict` for slots in which heads may hold fewer keys than their budget allows."""
-    backends.evict_with_room(keys, values, scores, mask, slots, policy)
-
-
 def evict_after(
     attend: Callable[[], tuple[Tensor, Tensor]],
     tokens: NewTokens,
     slots: ops.Slots,
     policy: Policy,
-    evict: Callable[..., None] = ops.evict,
+    *,
+    has_room: bool = False,
 ) -> Tensor:
     """Return the output of `attend`, and evict by the scores that it returns. Pinned keys stay
-    pinned. If an error is raised, the slots are unchanged."""
+    pinned. If an error is raised, the slots are unchanged.
+
+    `has_room`: whether heads may hold fewer keys than their budget allows."""
     scores_before = slots.scores.clone()
     try:
         out, scores = attend()
-        evict(tokens.key, tokens.value, scores, slots, mask=tokens.mask, policy=policy)
+        if has_room:
+            backends.evict_with_room(tokens.key, tokens.value, scores, tokens.mask, slots, policy)
+        else:
+            ops.evict(tokens.key, tokens.value, scores, slots, mask=tokens.mask, policy=policy)
     except Exception:  # attend has changed nothing but the scores
         slots.scores.copy_(scores_before)
         raise

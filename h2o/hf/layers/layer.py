@@ -13,7 +13,6 @@ Shape letters as in `h2o.hf`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from h2o.hf.attention.attention_call import (
     NewTokens,
     as_autocast,
     evict_after,
-    evict_with_room,
     round_like_slots,
 )
 from h2o.hf.cache_state import slot_layout
@@ -203,7 +201,7 @@ class H2OLayer(BaseLayer):
         """Run a pass while some head holds fewer keys than its budget allows."""
         Q = tokens.key.shape[2]
         slots = self.make_room(self.guard.state.longest + Q)
-        out = self.attend_and_evict(tokens, slots, evict=evict_with_room)
+        out = self.attend_and_evict(tokens, slots)
         room = slot_layout.has_room(slots, self.capacity.sizes, self.config.sinks)
         self.facts = self.facts._replace(has_room=bool(room.any()))
         self.stored(Q, tokens.mask)
@@ -227,9 +225,7 @@ class H2OLayer(BaseLayer):
         self.facts = self.facts._replace(raised=prompt.budget.raised, floored=prompt.budget.floored)
         self.stored(prompt.columns, prompt.column_mask)
 
-    def attend_and_evict(
-        self, tokens: NewTokens, slots: ops.Slots, evict: Callable[..., None] = ops.evict
-    ) -> Tensor:
+    def attend_and_evict(self, tokens: NewTokens, slots: ops.Slots) -> Tensor:
         """Attend to the slots and the new tokens, then keep as many of both as fit the budget."""
 
         def attend() -> tuple[Tensor, Tensor]:
@@ -242,7 +238,8 @@ class H2OLayer(BaseLayer):
                 scores = self.guard.state.pinned.score(scores, after)
             return out, scores
 
-        return evict_after(attend, tokens, slots, self.policy, evict)
+        has_room = self.facts.has_room
+        return evict_after(attend, tokens, slots, self.policy, has_room=has_room)
 
     def reset(self) -> None:
         """Empty the layer and free its memory."""
