@@ -265,8 +265,8 @@ TESTED: tuple[tuple[Mode, tuple[Mode, ...], str], ...] = (
     (
         M.TENSOR_PARALLEL,
         (M.HYBRID, M.WINDOWS, M.HEAD_BUDGETS, M.ECHO, M.RANDOM, M.BITS, M.CACHE_RELATIVE, M.PINS,
-         M.TRACE, M.PADDING, M.BEAMS, M.CROP, M.TURNS, M.FORK, M.FILE, M.ROW_MOVES, M.GENERATE_ALL,
-         M.PATCHED, M.SIMULATED),
+         M.TRACE, M.PADDING, M.BEAMS, M.CROP, M.NAMED_SPANS, M.TURNS, M.FORK, M.FILE, M.ROW_MOVES,
+         M.GENERATE_ALL, M.PATCHED, M.SIMULATED),
         "tests/hf/test_parallel.py::test_two_processes_give_what_one_gives",
     ),
     (
