@@ -115,7 +115,8 @@ def _remove_from_slots(
     slots = layer.slots if rotary is None else _move_back(layer, removal, rotary)
     before = slot_layout.by_head(slots, sizes, "positions", -1).long()
     after = _positions_after(before, removal)
-    removed = torch.tensor([size(row) for row in removal.rows], device=before.device)
+    counts = [size(row) for row in removal.rows]
+    removed = torch.tensor(counts, dtype=torch.int64, device=before.device)
     seen = slots.seen_tokens - removed
     if layer.policy.score_by == "mean":  # a key's mean is over as many queries as positions say
         scores = slot_layout.by_head(slots, sizes, "scores")
