@@ -256,6 +256,27 @@ def test_spans_that_cannot_be_removed(pinned, spans, error, message):
     assert pinned.get_seq_length() == 20
 
 
+def test_padded_rows_need_their_mask():
+    """A mask of spans counts padding, and ids are compared without it."""
+    ours = shared("llama")
+    given = batch(prompts(20, 14))
+    ids, mask = given["input_ids"], given["attention_mask"]
+    cache = H2OCache(ours, **SMALL)
+    read(ours, cache, ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+    columns = torch.zeros_like(mask, dtype=torch.bool)
+    columns[:, 8:10] = True
+    for more in ({"ids": ids}, {}):
+        with pytest.raises(ValueError, match=r"rows are padded.*Pass attention_mask"):
+            cache.evict(columns, **more)
+    with pytest.raises(ValueError, match=r"has \[20, 20\] tokens per row, .* counted \[20, 14\]"):
+        cache.evict(columns, attention_mask=torch.ones_like(mask))
+    want = cache.fork()
+    cache.evict(columns, ids=ids, attention_mask=mask)
+    want.evict([[(8, 10)], [(2, 4)]])
+    for layer, other in zip(held(cache), held(want), strict=True):
+        assert torch.equal(layer.kept().positions, other.kept().positions)
+
+
 def test_all_tokens_of_a_row():
     cache = H2OCache(ours := shared("llama"), **SMALL)
     read(ours, cache, *prompts(20))

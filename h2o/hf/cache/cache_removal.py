@@ -140,6 +140,11 @@ class CacheRemoval(CacheInspection):
                 "evict: rows are padded. Pass attention_mask, 0 at padding, for all "
                 f"{state.columns} columns that the cache has seen"
             )
+        if mask is not None and (said := mask.sum(1).tolist()) != tokens:
+            raise ValueError(
+                f"attention_mask has {said} tokens per row, but the cache counted {tokens}. Pass "
+                "the mask of the text that the cache has seen"
+            )
         removal, text = Removal.of(given, state, tokens, mask), UNKNOWN_TEXT
         if ids is not None:
             text = removal.remaining_text(state, tokens, check_ids("ids", ids), mask)
