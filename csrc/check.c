@@ -420,6 +420,11 @@ int h2o_check_rows(const h2o_view *keys, const h2o_view *values, const h2o_view 
         return h2o_fail(error, H2O_EVALUE, "%s: is given, but %s %s", offsets->name, keys->name,
                         keys->dtype != H2O_U8 ? "is not quantized" : "has no values beside it");
     }
+    if (h2o_given(offsets) && D > H2O_MOST_TRANSFORMED) {
+        return h2o_fail(error, H2O_EVALUE,
+                        "%s: is given, but rows have %" PRId64 " elements, wanted at most %d",
+                        offsets->name, D, (int)H2O_MOST_TRANSFORMED);
+    }
     return H2O_OK;
 }
 
