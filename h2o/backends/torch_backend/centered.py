@@ -1,4 +1,4 @@
-"""The operands of a call whose slots have offsets, for kernels that know no offsets and no transform.
+"""The operands of a call whose slots have offsets, for kernels that know none and no transform.
 
 A softmax does not change if the same number is added to all of its logits. If an offset is
 subtracted from the new keys too, all logits of a query are lower by its product with the offset.
