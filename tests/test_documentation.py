@@ -255,7 +255,7 @@ COMMANDS = [
 def test_commands_are_found():
     assert len(COMMANDS) > 20
     assert {command.split()[0] for command in COMMANDS} >= {
-        "generate", "info", "eval", "analyze", "calibrate", "bench",
+        "generate", "info", "eval", "analyze", "calibrate", "recommend",
     }  # fmt: skip
 
 
@@ -278,7 +278,9 @@ def test_command(command, monkeypatch):
         from h2o.evaluation.setting import parse_all
 
         budgets = options.budgets
-        budgets = ",".join(budgets) if isinstance(budgets, list) else budgets  # a list in h2o bench
+        budgets = (
+            ",".join(budgets) if isinstance(budgets, list) else budgets
+        )  # a list in h2o recommend
         assert parse_all(options.compare, budgets)
 
 
