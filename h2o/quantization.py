@@ -103,8 +103,9 @@ def _hadamard_matrix(N: int, device: torch.device) -> Tensor:
     for shift in (16, 8, 4, 2, 1):  # the lowest bit becomes the parity of all bits
         common = common ^ common >> shift
     matrix = (1 - 2 * (common & 1)).float() * N**-0.5
-    records = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if type(matrix) is Tensor and not records and not torch.compiler.is_compiling():
+    if type(matrix) is not Tensor or torch.compiler.is_compiling():  # fake tensors are subclasses
+        return matrix
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         _matrices[N, device] = matrix
     return matrix
 

@@ -73,6 +73,14 @@ static void hadamard_elements(float *x, int64_t D, int64_t n, float factor) {
 /* Transforms x [D] in place. Not inlined, so that no compiler fuses its last multiplication with
  * what follows. */
 static __attribute__((noinline)) void hadamard(float *x, int64_t D) {
+    if (D == 4 * VL) { /* the most common sizes, with all constants */
+        hadamard_vectors(x, 4, vf_set1((float)(1.0 / sqrt(4.0 * VL))));
+        return;
+    }
+    if (D == 8 * VL) {
+        hadamard_vectors(x, 8, vf_set1((float)(1.0 / sqrt(8.0 * VL))));
+        return;
+    }
     const int64_t n = D & -D;
     const float whole = (float)(1.0 / sqrt((double)n));
     if (n < VL) {
@@ -83,10 +91,17 @@ static __attribute__((noinline)) void hadamard(float *x, int64_t D) {
     const vf factor = vf_set1(vectors * VL == n ? whole : 1.0f);
     for (int64_t d = 0; d < D; d += vectors * VL) {
         switch (vectors) {
-        case 1: hadamard_vectors(x + d, 1, factor); break;
-        case 2: hadamard_vectors(x + d, 2, factor); break;
-        case 4: hadamard_vectors(x + d, 4, factor); break;
-        default: hadamard_vectors(x + d, HADAMARD_VECTORS, factor);
+        case 1:
+            hadamard_vectors(x + d, 1, factor);
+            break;
+        case 2:
+            hadamard_vectors(x + d, 2, factor);
+            break;
+        case 4:
+            hadamard_vectors(x + d, 4, factor);
+            break;
+        default:
+            hadamard_vectors(x + d, HADAMARD_VECTORS, factor);
         }
     }
     for (int64_t h = vectors * VL; h < n; h *= 2) {

@@ -86,7 +86,7 @@ static inline void write_Q4(char *row, row_ref from, int64_t D) {
 static inline void store_row(char *row, h2o_dtype stored, row_ref from, int64_t D) {
 #define WRITE(name, ...)                                                                           \
     case H2O_##name:                                                                               \
-        write_##name(row, from, D);                                                        \
+        write_##name(row, from, D);                                                                \
         break;
     switch (stored) {
         H2O_QUANTIZED_ROWS(WRITE)
