@@ -682,7 +682,10 @@ COMMANDS = (
         ("eval --tasks copa --compare full,foo", "setting 'foo': unknown; choose from full"),
         ("generate --compare full,locl:0.2", "setting 'locl:0.2': unknown; did you mean local?"),
         ("generate --compare ful,local:0.2", "setting 'ful': unknown; did you mean full?"),
-        ("recommend --budgets 0.1,ten", "'ten' is not an amount: write a number of tokens, such as"),
+        (
+            "recommend --budgets 0.1,ten",
+            "'ten' is not an amount: write a number of tokens, such as",
+        ),
         ("generate --budget 20%", "--budget: '20%' is not an amount: write a number of tokens"),
         ("generate --budget 35%", "or a fraction, such as 0.35"),
         ("generate --budget 350%", "or a fraction, such as 0.2"),
