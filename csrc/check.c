@@ -415,10 +415,16 @@ int h2o_check_rows(const h2o_view *keys, const h2o_view *values, const h2o_view 
             error, H2O_ETYPE, "%s: has dtype %s and %s has %s, wanted both quantized or neither",
             keys->name, h2o_dtype_name(keys->dtype), values->name, h2o_dtype_name(values->dtype));
     }
-    const bool is_shared = values->data == keys->data && keys->data; /* fake tensors have no memory */
+    const bool is_shared =
+        values->data == keys->data && keys->data; /* fake tensors have no memory */
     if (h2o_given(offsets) && (keys->dtype != H2O_U8 || is_shared)) {
         return h2o_fail(error, H2O_EVALUE, "%s: is given, but %s %s", offsets->name, keys->name,
                         keys->dtype != H2O_U8 ? "is not quantized" : "has no values beside it");
+    }
+    if (h2o_given(offsets) && D > H2O_MOST_TRANSFORMED) {
+        return h2o_fail(error, H2O_EVALUE,
+                        "%s: is given, but rows have %" PRId64 " elements, wanted at most %d",
+                        offsets->name, D, (int)H2O_MOST_TRANSFORMED);
     }
     return H2O_OK;
 }

@@ -9,8 +9,15 @@
  *
  * Keys whose elements lie around a constant far from 0, as a bias of the key projection makes
  * them, need a coarse scale. So an offset for each row and head is subtracted before a key is
- * quantized: the mean of the first keys of the row, up to CENTER_TOKENS of them. A key is read as
- * offset + scale * q. (SageAttention, Zhang et al., ICLR 2025, subtracts the mean of all keys.)
+ * quantized: the mean of the first keys of the row, up to CENTER_TOKENS of them. (SageAttention,
+ * Zhang et al., ICLR 2025, subtracts the mean of all keys.)
+ *
+ * A single element far from the others would need a coarse scale as well. So rows with offsets, keys
+ * and values alike, are then transformed by an orthonormal Hadamard matrix (cpu/hadamard.h), which
+ * spreads every element over a block of the row. A key is offset + transform(scale * q), a value
+ * transform(minimum + scale * q). Products do not change if both factors are transformed, so a step
+ * transforms its query instead of the keys, and its output instead of the values. (QuaRot, Ashkboos
+ * et al., NeurIPS 2024.)
  *
  * Scales are rounded up and minima down, so that only values beyond the range of f16 are
  * clipped. Elements are rounded to nearest, ties to even. If an element is not finite, the

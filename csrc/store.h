@@ -42,6 +42,9 @@ typedef struct {
     row_ref offset;        /* of quantized keys [D]; no_row: none */
 } slot_store;
 
+/* Whether keys have lost their offset and keys and values are transformed: see quantize.h. */
+H2O_INLINE bool store_is_transformed(const slot_store *store) { return store->offset.data != NULL; }
+
 /* Whether the keys serve as values. */
 H2O_INLINE bool store_is_shared(const slot_store *store) {
     return store->values.data == store->keys.data;

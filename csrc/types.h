@@ -38,7 +38,10 @@
 #define H2O_QUANTIZED_ROWS(X) X(Q8, 1, 1, 2, true) X(Q4, H2O_GROUP, H2O_GROUP / 2 + 4, 0, false)
 #define H2O_ROWS(X) H2O_FLOAT_ROWS(X) H2O_QUANTIZED_ROWS(X)
 
-enum { H2O_GROUP = 32 }; /* elements of a Q4 row that share a scale and a minimum */
+enum {
+    H2O_GROUP = 32,             /* elements of a Q4 row that share a scale and a minimum */
+    H2O_MOST_TRANSFORMED = 1024 /* elements of a row that is transformed: quantize.h */
+};
 
 /* H2O_NONE, H2O_F32, ... */
 #define H2O_NAME(name, text, size) H2O_##name,

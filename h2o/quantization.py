@@ -9,10 +9,17 @@ a bias makes them in Qwen2 and Qwen2.5, the others would be lost. An offset is t
 from the keys of a head before they are quantized. Compare Zhang et al., "SageAttention: Accurate
 8-Bit Attention for Plug-and-play Inference Acceleration", ICLR 2025, which subtracts the mean key.
 
-Shape letters: n rows, B batch rows, G key/value heads, Q new tokens, D head dimension.
+Single elements may still be much larger than the others. So where keys have offsets, an orthonormal
+Hadamard transform then spreads each element of a key or a value over many. Compare Ashkboos et al.,
+"QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs", NeurIPS 2024.
+
+Shape letters: n rows, B batch rows, G key/value heads, Q new tokens, D head dimension, N elements
+of a block that is transformed.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -48,9 +55,63 @@ def set_offsets(offsets: Tensor, empty: Tensor, keys: Tensor, mask: Tensor | Non
     offsets.copy_(torch.where(empty[:, None, None], offsets_of(keys, mask), offsets))
 
 
-def subtract(keys: Tensor, offsets: Tensor | None) -> Tensor:
-    """Keys [B, G, n, D] without their offsets [B, G, D], in float32; unchanged without offsets."""
-    return keys if offsets is None else keys.float() - offsets[:, :, None].float()
+def to_stored(
+    keys: Tensor, values: Tensor | None, offsets: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Keys and values [B, G, n, D] as they are quantized: without the offsets [B, G, D], and
+    transformed, in float32. Unchanged without offsets. Values may be None."""
+    if offsets is None:
+        return keys, values
+    keys = hadamard(keys.float() - offsets[:, :, None].float())
+    return keys, None if values is None else hadamard(values)
+
+
+def from_stored(
+    keys: Tensor, values: Tensor | None, offsets: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The inverse of `to_stored`, for dequantized keys and values [..., D] and offsets that
+    broadcast against them."""
+    if offsets is None:
+        return keys, values
+    return hadamard(keys) + offsets.float(), None if values is None else hadamard(values)
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """The orthonormal Hadamard transform of x [..., D], in float32. It is its own inverse.
+
+    It applies to blocks of N elements, where N is the largest power of two that divides D. On a CPU
+    sums are formed in the order of the C core, so that the bytes that are stored are the same.
+    """
+    x, D = x.float(), x.shape[-1]
+    N = D & -D
+    if not x.is_cpu:  # one product, since launching a kernel for each sum would take longer
+        return (x.unflatten(-1, (-1, N)) @ _hadamard_matrix(N, x.device)).flatten(-2)
+    for h in (1 << stage for stage in range(N.bit_length() - 1)):
+        a, b = x.unflatten(-1, (-1, 2, h)).unbind(-2)
+        x = torch.stack([a + b, a - b], -2).flatten(-3)
+    return x * N**-0.5
+
+
+def _hadamard_matrix(N: int, device: torch.device) -> Tensor:
+    """The matrix of `hadamard`, [N, N] float32. It is kept for later calls, except while a compiler
+    or a CUDA graph records it."""
+    known = _matrices.get((N, device))
+    if known is not None:
+        return known
+    index = torch.arange(N, device=device)
+    common = index[:, None] & index
+    for shift in (16, 8, 4, 2, 1):  # the lowest bit becomes the parity of all bits
+        common = common ^ common >> shift
+    matrix = (1 - 2 * (common & 1)).float() * N**-0.5
+    if type(matrix) is not Tensor or torch.compiler.is_compiling():  # fake tensors are subclasses
+        return matrix
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        _matrices[N, device] = matrix
+    return matrix
+
+
+_matrices: dict[tuple[int, torch.device], Tensor] = {}
+"""The results of `_hadamard_matrix`"""
 
 
 def quantize(x: Tensor, bits: int) -> Tensor:
@@ -82,13 +143,10 @@ def quantize(x: Tensor, bits: int) -> Tensor:
     return torch.cat([nibbles, numbers.view(n, -1)], -1)
 
 
-def dequantize(rows: Tensor, D: int, offsets: Tensor | None = None) -> Tensor:
+def dequantize(rows: Tensor, D: int) -> Tensor:
     """Convert stored rows [..., D] of floats or [..., bytes] from `quantize` to floats [..., D].
-    `offsets`, which broadcast against them, are added to rows that were bytes."""
-    if rows.dtype != torch.uint8:
-        return rows
-    x = floats(*codes(rows, D))
-    return x if offsets is None else x.add_(offsets.float())
+    Those of slots with offsets are still transformed: see `from_stored`."""
+    return floats(*codes(rows, D)) if rows.dtype == torch.uint8 else rows
 
 
 def codes(rows: Tensor, D: int) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -113,10 +171,16 @@ def stored_like(x: Tensor, rows: Tensor) -> Tensor:
     return x.to(rows.dtype) if rows.dtype != torch.uint8 else _to_bytes(x, rows.shape[-1])
 
 
-def round_to_bytes(x: Tensor, size: int, offsets: Tensor | None = None) -> Tensor:
-    """Round x [B, G, n, D] as slots with `size` bytes per row and these offsets [B, G, D] would."""
-    rows = _to_bytes(subtract(x, offsets), size)
-    return dequantize(rows, x.shape[-1], None if offsets is None else offsets[:, :, None])
+def round_to_bytes(
+    keys: Tensor, values: Tensor | None, sizes: Sequence[int], offsets: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Round keys and values [B, G, n, D] as slots with `sizes` bytes per key and value and these
+    offsets [B, G, D] would. Values may be None."""
+    D, (keys, values) = keys.shape[-1], to_stored(keys, values, offsets)
+    keys = dequantize(_to_bytes(keys, sizes[0]), D)
+    if values is not None:
+        values = dequantize(_to_bytes(values, sizes[1]), D)
+    return from_stored(keys, values, None if offsets is None else offsets[:, :, None])
 
 
 def _to_bytes(x: Tensor, size: int) -> Tensor:

@@ -43,8 +43,8 @@ class Slots(NamedTuple):
     """
 
     keys: Tensor
-    """[Z, G, S, D]; quantized: [Z, G, S, bytes] uint8, read by `h2o.quantization.dequantize`, to
-    which `offsets` must be added."""
+    """[Z, G, S, D]; quantized: [Z, G, S, bytes] uint8, read by `h2o.quantization.dequantize`, and
+    with `offsets` by `from_stored` after it."""
     values: Tensor | None
     """Like `keys`. None if the keys are the values too (multi-head latent attention)."""
     scores: Tensor
@@ -70,7 +70,8 @@ class Slots(NamedTuple):
     offsets: Tensor | None = None
     """[Z, G, D] float16: subtracted from a head's keys before they are quantized. `evict` sets it
     in rows that hold nothing yet: the mean of the row's first keys (`h2o.quantization.offsets_of`).
-    None: nothing is subtracted, as always if keys are not quantized or are the values too."""
+    Keys and values are then stored transformed (`h2o.quantization.hadamard`). None: neither
+    happens, as always if keys are not quantized or are the values too."""
 
 
 class Kind(NamedTuple):
@@ -103,6 +104,9 @@ KINDS: dict[str, Kind] = {
 """Properties of the fields of `Slots`, in their order. `csrc/h2o.h` has the same list
 (`H2O_SLOTS_FIELDS`)."""
 
+MOST_TRANSFORMED = 1024
+"""Largest D of slots with offsets. `csrc/types.h` has the same number."""
+
 PER_SLOT = tuple(name for name, kind in KINDS.items() if "S" in kind.shape)
 """Fields with an entry for each slot."""
 PER_ROW = tuple(name for name, kind in KINDS.items() if kind.shape.startswith("Z"))
@@ -131,11 +135,13 @@ def sizes_of_keys(keys: Tensor) -> tuple[int, int, int, int]:
 
 
 def should_center(keys: Tensor, softcap: float, sink_logits: Tensor | None) -> bool:
-    """Whether to subtract offsets from quantized keys before they are stored.
+    """Whether to give slots of quantized keys offsets.
 
     h2o's kernels for GPUs know no offsets. They do without if a softmax is over products with keys
     alone, since subtracting the same vector from all keys does not change it. A softcap and learned
     sinks change that, and then offsets would leave every operation to torch."""
+    if keys.shape[-1] > MOST_TRANSFORMED:
+        return False
     return not getattr(keys, "is_cuda", False) or not (softcap or sink_logits is not None)
 
 
@@ -163,7 +169,8 @@ def new_slots(
     `value_weighted`: allocate `norms`, which a policy with `value_weighted` needs.
     `shared`: allocate no `values`, because the keys are the values too.
     `offsets`: give quantized keys `offsets`, unless they are shared, so that eight bits suffice
-    for keys around any constant. See `should_center`.
+    for keys around any constant, and four for values with outliers. D may then be
+    `MOST_TRANSFORMED` at most. See `should_center`.
     """
     even = not is_list(nested(capacity))
     listed = [capacity] if even else check_numbers("capacity", capacity)

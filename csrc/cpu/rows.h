@@ -29,8 +29,9 @@ static inline void row_copy(char *to, row_ref from, int64_t D) {
 VEC vf row_load(row_ref row, int64_t i, int64_t D) {
     const int64_t size = h2o_dtype_size(row.type);
     const int n = D - i < VL ? (int)(D - i) : VL;
-    float gathered[VL] = {0};
+    if (row.stride == 1 && n == VL) return vf_load_as(row.data + i * size, row.type);
     if (row.stride == 1) return vf_load_as_n(row.data + i * size, row.type, n);
+    float gathered[VL] = {0};
     for (int j = 0; j < n; j++) {
         gathered[j] = load_scalar(row.data + (i + j) * row.stride * size, row.type);
     }

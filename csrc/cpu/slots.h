@@ -16,15 +16,27 @@ static inline slot_store open_head(const h2o_slots *slots, const h2o_head *head,
     return store;
 }
 
+/* Writes a row to a slot of a store whose rows are transformed. */
+static inline void store_transformed(const slot_rows *rows, int64_t slot, row_ref from,
+                                     row_ref offset, int64_t D) {
+    _Alignas(64) float x[H2O_MOST_TRANSFORMED];
+    load_transformed(from, offset, D, x);
+    store_row(slot_row(rows, slot), rows->type, float_row(x), D);
+}
+
 /* Writes the key and value of the new token at index `column` of axis Q to a slot. */
 static inline void store_token(const slot_store *store, int64_t slot, const h2o_view *keys,
                                const h2o_view *values, int64_t b, int64_t g, int64_t column,
                                int64_t D) {
-    store_row(slot_row(&store->keys, slot), store->keys.type, tensor_row(keys, b, g, column),
-              store->offset, D);
+    const row_ref key = tensor_row(keys, b, g, column), value = tensor_row(values, b, g, column);
+    if (store_is_transformed(store)) {
+        store_transformed(&store->keys, slot, key, store->offset, D);
+        store_transformed(&store->values, slot, value, no_row(), D);
+        return;
+    }
+    store_row(slot_row(&store->keys, slot), store->keys.type, key, D);
     if (store_is_shared(store)) return;
-    store_row(slot_row(&store->values, slot), store->values.type, tensor_row(values, b, g, column),
-              no_row(), D);
+    store_row(slot_row(&store->values, slot), store->values.type, value, D);
 }
 
 /* Atomic, like advance_seen_tokens: a call in another thread may be reading both. */

@@ -5,7 +5,7 @@
  *
  *   load_T(row, d, n, D)                    n <= VL elements from d on, followed by zeros, without
  *                                           the scale that a whole row has (row_scale)
- *   write_T(row, from, offset, D)           for quantized types: writes a row from elements
+ *   write_T(row, from, D)                   for quantized types: writes a row from elements
  *
  * and the functions below that take a type choose among these. If the type is a constant, as in
  * the kernels' instances (one for each type, generated from the list H2O_ROWS), the choice is made
@@ -14,7 +14,7 @@
 #define H2O_STORED_ROWS_H
 
 #include "../quantize.h"
-#include "rows.h"
+#include "hadamard.h"
 
 /* ---- Writing ----------------------------------------------------------- */
 
@@ -28,16 +28,10 @@ VEC vf quantize(vf x, vf scale, vf minimum, float low, float high) {
     return vf_exp2_parts(vf_less(most, x, most, x), &fraction);
 }
 
-/* VL elements of a row from d on, minus those of its offset. */
-VEC vf centered_load(row_ref from, row_ref offset, int64_t d, int64_t D) {
-    const vf x = row_load(from, d, D);
-    return offset.data ? vf_sub(x, row_load(offset, d, D)) : x;
-}
-
-static inline void write_Q8(char *row, row_ref from, row_ref offset, int64_t D) {
+static inline void write_Q8(char *row, row_ref from, int64_t D) {
     vf high = vf_zero(), unfinite = vf_zero();
     for (int64_t d = 0; d < D; d += VL) {
-        const vf x = centered_load(from, offset, d, D);
+        const vf x = row_load(from, d, D);
         high = vf_max(vf_abs(x), high);
         unfinite = add_unfinite(unfinite, x);
     }
@@ -50,22 +44,21 @@ static inline void write_Q8(char *row, row_ref from, row_ref offset, int64_t D) 
     }
     for (int64_t d = 0; d < D; d += VL) {
         const int n = D - d < VL ? (int)(D - d) : VL;
-        const vf x =
-            quantize(centered_load(from, offset, d, D), vf_set1(scale), vf_zero(), -127.0f, 127.0f);
+        const vf x = quantize(row_load(from, d, D), vf_set1(scale), vf_zero(), -127.0f, 127.0f);
         char bytes[VL];
         vf_store_bytes(n < VL ? bytes : row + d, x);
         if (n < VL) memcpy(row + d, bytes, (size_t)n);
     }
 }
 
-static inline void write_Q4(char *row, row_ref from, row_ref offset, int64_t D) {
+static inline void write_Q4(char *row, row_ref from, int64_t D) {
     enum { VECTORS = H2O_GROUP / VL, HALF = VECTORS / 2 };
     EXPECT(D % H2O_GROUP == 0);
     for (int64_t d = 0; d < D; d += H2O_GROUP) {
         vf x[VECTORS], negative, high, unfinite = vf_zero();
         UNROLL
         for (int i = 0; i < VECTORS; i++) {
-            x[i] = centered_load(from, offset, d + i * VL, D);
+            x[i] = row_load(from, d + i * VL, D);
             unfinite = add_unfinite(unfinite, x[i]);
             negative = i == 0 ? vf_sub(vf_zero(), x[0]) : vf_max(vf_sub(vf_zero(), x[i]), negative);
             high = i == 0 ? x[0] : vf_max(x[i], high);
@@ -89,12 +82,11 @@ static inline void write_Q4(char *row, row_ref from, row_ref offset, int64_t D) 
     }
 }
 
-/* Writes a token's key or value [D] to the row of a slot, converted to the store's row type.
- * offset: of quantized keys, else no_row. */
-static inline void store_row(char *row, h2o_dtype stored, row_ref from, row_ref offset, int64_t D) {
+/* Writes a token's key or value [D] to the row of a slot, converted to the store's row type. */
+static inline void store_row(char *row, h2o_dtype stored, row_ref from, int64_t D) {
 #define WRITE(name, ...)                                                                           \
     case H2O_##name:                                                                               \
-        write_##name(row, from, offset, D);                                                        \
+        write_##name(row, from, D);                                                                \
         break;
     switch (stored) {
         H2O_QUANTIZED_ROWS(WRITE)
@@ -169,6 +161,15 @@ VEC vf quantized_floats(const char *row, h2o_dtype type, int64_t d, int64_t D) {
     H2O_QUANTIZED_ROWS(LOAD)
 #undef LOAD
     return vf_zero();
+}
+
+/* to [D rounded up to VL] = a transformed key with its offset, or a transformed value (no_row). */
+static void restore_row(const char *row, h2o_dtype type, row_ref offset, int64_t D, float *to) {
+    for (int64_t d = 0; d < D; d += VL) vf_store(to + d, quantized_floats(row, type, d, D));
+    hadamard(to, D);
+    for (int64_t d = 0; offset.data && d < D; d += VL) {
+        vf_store(to + d, vf_add(vf_load(to + d), row_load(offset, d, D)));
+    }
 }
 
 /* ---- Reading several vectors ------------------------------------------- */

@@ -32,6 +32,7 @@
  *   vf_store_bytes(p, x)    integers from -128 to 255 as one byte each
  *   vf_load_u4(p, high)     the high or the low halves of VL bytes
  *   vf_load_u4_as(p, scale, minimum, *low, *high)  both halves, as vf_fma(q, scale, minimum)
+ *   vf_swap(x, h)           lanes i and i ^ h exchanged, for a constant power of two h < VL
  *   vf_transpose(v)         v[VL] as a VL x VL matrix, in place
  *   vf_hsums(v)             lane i is the sum over the lanes of v[i], i < VL
  *

@@ -113,6 +113,11 @@ VEC vf vf_load_u4(const void *p, bool high) {
     return _mm256_cvtepi32_ps(high ? _mm256_srli_epi32(bytes, 4) : low);
 }
 
+VEC vf vf_swap(vf x, const int h) {
+    if (h == 4) return _mm256_permute2f128_ps(x, x, 0x01);
+    return h == 2 ? _mm256_permute_ps(x, 0x4e) : _mm256_permute_ps(x, 0xb1);
+}
+
 /* Three rounds, which exchange the halves of blocks of 1, 2 and 4 lanes. */
 VEC void vf_transpose(vf v[VL]) {
     vf a[VL];

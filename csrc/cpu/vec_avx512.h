@@ -100,6 +100,13 @@ VEC void vf_load_u4_as(const void *p, vf scale, vf minimum, vf *low, vf *high) {
     *high = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), values);
 }
 
+VEC vf vf_swap(vf x, const int h) {
+    if (h >= 4) {
+        return h == 8 ? _mm512_shuffle_f32x4(x, x, 0x4e) : _mm512_shuffle_f32x4(x, x, 0xb1);
+    }
+    return h == 2 ? _mm512_permute_ps(x, 0x4e) : _mm512_permute_ps(x, 0xb1);
+}
+
 /* Four rounds, which exchange the halves of blocks of 1, 2, 4 and 8 lanes. */
 VEC void vf_transpose(vf v[VL]) {
     vf a[VL], b[VL];

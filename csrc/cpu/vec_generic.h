@@ -130,6 +130,10 @@ VEC void vf_store_bf16_n(void *p, vf x, int n) {
 VEC void vf_store_f16(void *p, vf x) { vf_store_f16_n(p, x, VL); }
 VEC void vf_store_bf16(void *p, vf x) { vf_store_bf16_n(p, x, VL); }
 
+VEC vf vf_swap(vf x, const int h) {
+    return h == 1 ? (vf){x[1], x[0], x[3], x[2]} : (vf){x[2], x[3], x[0], x[1]};
+}
+
 VEC void vf_transpose(vf v[VL]) {
     const vf a = v[0], b = v[1], c = v[2], d = v[3];
     v[0] = (vf){a[0], b[0], c[0], d[0]};

@@ -87,6 +87,8 @@ VEC vu load_bytes(const void *p) {
     return vshll_n_u16(vget_low_u16(pairs), 16);
 }
 
+VEC vf vf_swap(vf x, const int h) { return h == 1 ? vrev64q_f32(x) : vextq_f32(x, x, 2); }
+
 VEC void vf_transpose(vf v[VL]) {
     const float32x4x2_t a = vtrnq_f32(v[0], v[1]), b = vtrnq_f32(v[2], v[3]);
     v[0] = vcombine_f32(vget_low_f32(a.val[0]), vget_low_f32(b.val[0]));

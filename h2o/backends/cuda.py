@@ -152,8 +152,8 @@ def _line(error: Exception) -> str:
 
 def _kernels(by_torch: SimpleNamespace) -> SimpleNamespace:
     """The operations of the kernels, with `by_torch` for calls that no kernel supports. Kernels get
-    quantized keys without their offsets."""
-    from h2o.backends.torch_backend.centered import has_offsets, without_offsets
+    operands without offsets."""
+    from h2o.backends.torch_backend import centered
 
     def operation(name: str) -> Any:
         otherwise = getattr(by_torch, name)
@@ -167,14 +167,19 @@ def _kernels(by_torch: SimpleNamespace) -> SimpleNamespace:
             return True
 
         def run(*operands: Any) -> None:
+            if not centered.has_offsets(name, operands):
+                by_kernel(*operands)
+                return
+            check_operands(name, *operands)
+            changed = centered.without_offsets(name, operands)
+            if changed is None:
+                otherwise(*operands)
+                return
+            by_kernel(*changed)
+            centered.restore_output(name, changed)
+
+        def by_kernel(*operands: Any) -> None:
             leader = operands[0]
-            if has_offsets(name, operands):
-                check_operands(name, *operands)
-                centered = without_offsets(name, operands)
-                if centered is None:
-                    otherwise(*operands)
-                    return
-                operands = centered
             if _has_table(leader):  # through which the core gets the stream, on any device
                 is_supported = queue(leader, operands, None)
             else:

@@ -23,7 +23,7 @@ import numpy as np
 from h2o import packages
 from h2o.arguments.plain_values import is_number
 from h2o.policy import check_policy
-from h2o.slots import KINDS, Kind, Slots
+from h2o.slots import KINDS, MOST_TRANSFORMED, Kind, Slots
 
 OPERATIONS = ("attend", "evict", "step", "simulate")
 
@@ -133,7 +133,7 @@ class _Check:
                 named[name] = self.tensor(_LABELS.get(name, name), named[name], kind)
         if self.operation == "simulate":
             stored_rows = named["stored_keys"], named["stored_values"]
-            _check_offsets("", named["offsets"], *stored_rows, "stored_keys")
+            self.check_offsets("", named["offsets"], *stored_rows, "stored_keys")
             return
         if stored is None and self.operation != "attend":
             raise TypeError("slots: is None, wanted Slots")
@@ -151,7 +151,7 @@ class _Check:
         if not attends and (tensors["norms"] is not None) != weighted:
             presence = "None" if weighted else "given"
             raise ValueError(f"slots.norms: is {presence}, but value_weighted is {weighted}")
-        _check_offsets("slots.", tensors["offsets"], tensors["keys"], tensors["values"])
+        self.check_offsets("slots.", tensors["offsets"], tensors["keys"], tensors["values"])
         return Slots(**tensors)
 
     def shape_of(self, kind: Kind, axes: int) -> str:
@@ -217,19 +217,25 @@ class _Check:
             heads = f"{self.sizes['H']} heads, no multiple of the {self.sizes['G']} of {name}"
             raise ValueError(f"{self.leader}: has {heads}")
 
+    def check_offsets(
+        self, prefix: str, offsets: Any, keys: Any, values: Any, name: str = "keys"
+    ) -> None:
+        """Raise ValueError for offsets of keys that are not quantized, or are the values too, or
+        are too long."""
+        if offsets is None:
+            return
+        if values is None or str(keys.dtype) != "torch.uint8":
+            reason = "is not quantized" if values is not None else "has no values beside it"
+            raise ValueError(f"{prefix}offsets: is given, but {prefix}{name} {reason}")
+        if (D := self.sizes["D"]) > MOST_TRANSFORMED:
+            reason = f"rows have {D} elements, wanted at most {MOST_TRANSFORMED}"
+            raise ValueError(f"{prefix}offsets: is given, but {reason}")
+
     def letters(self, shape: str) -> str:
         """A shape and the known sizes of its letters, such as "[B, G, Q, D] with B = 2"."""
         names = ["G + 1" if x == "+" else x for x in shape]
         known = ", ".join(f"{x} = {self.sizes[x]}" for x in shape if x in self.sizes)
         return f"[{', '.join(names)}]" + (f" with {known}" if known else "")
-
-
-def _check_offsets(prefix: str, offsets: Any, keys: Any, values: Any, name: str = "keys") -> None:
-    """Raise ValueError for offsets of keys that are not quantized, or are the values too."""
-    if offsets is None or (values is not None and str(keys.dtype) == "torch.uint8"):
-        return
-    reason = "is not quantized" if values is not None else "has no values beside it"
-    raise ValueError(f"{prefix}offsets: is given, but {prefix}{name} {reason}")
 
 
 _LABELS = {"table": "rotary.table", "ranks": "rotary.ranks"}

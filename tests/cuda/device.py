@@ -17,7 +17,7 @@ import torch
 
 from h2o import _core, backends
 from h2o.backends import cuda
-from h2o.backends.torch_backend.centered import has_offsets, without_offsets
+from h2o.backends.torch_backend.centered import has_offsets, restore_output, without_offsets
 from tests.core.producers import Producer
 from tests.cuda.carry import carry, mapped
 
@@ -171,13 +171,15 @@ def carried(driver: Driver, operations: SimpleNamespace, device: int = 0) -> Sim
     def either(name: str) -> Callable[..., None]:
         def run(*arguments: Any) -> None:
             given = arguments
-            if has_offsets(name, arguments):  # which torch subtracts, here on the CPU
+            if has_offsets(name, arguments):  # which torch removes, here on the CPU
                 _core.call(name, "check", *arguments)
                 given = without_offsets(name, arguments)
             try:
                 if given is None:
                     raise NotImplementedError
                 getattr(served, name)(*given)
+                if given is not arguments:
+                    restore_output(name, given)
             except NotImplementedError:
                 unserved.append((name, arguments[0].shape[-1]))
                 getattr(backends._torch_backend(), name)(*arguments)

@@ -2,7 +2,7 @@
 
 Within `with payload(model):` every cache stores, instead of the model's keys and values, numbers
 that encode layer, head, whether it is a key or a value, token id and position. They pass through
-storage in int8 and, with `few_bits`, in int8-int4 unchanged, except for keys with an offset.
+storage in int8 and, with `few_bits`, in int8-int4 unchanged, except in slots with offsets.
 Whatever then happens to a cache, `check_payload` knows what each slot must hold.
 """
 
@@ -23,8 +23,9 @@ from h2o.hf.model_traits.tagged_tensor import plain
 
 _PRIMES = (1_000_003, 998_244_353, 7_919, 104_729, 15_485_863, 32_452_843)
 KEY, VALUE = 0, 1
-ROUNDED = 0.02
-"""Rounding of a key in eight bits without its offset, in which keys are not exact"""
+ROUNDED = {8: 0.06, 4: 0.5}
+"""Rounding by bits in slots with offsets. They store other numbers, which are not exact: keys
+without their offset, and both transformed."""
 
 
 def encode(
@@ -38,7 +39,8 @@ def encode(
 ) -> Tensor:  # fmt: skip
     """float32 [B, G, Q, D] for tokens with these ids and positions [B, Q] or [B, G, Q].
 
-    Multiples of 1/64 whose largest is 127/64, or, for values in four bits, of 1/8 from 0 to 15/8.
+    Multiples of 1/64 whose largest is 127/64, or, for values in four bits, odd multiples of 1/16
+    from -15/16 to 15/16.
     """
     B, G, Q, D = shape
     ids, positions = (x if x.ndim == 3 else x[:, None].expand(B, G, Q) for x in (ids, positions))
@@ -51,7 +53,7 @@ def encode(
     if few_bits and role == VALUE:
         numbers = mixed % 16
         numbers[..., 0::32], numbers[..., 1::32] = 0, 15
-        return factor * numbers.float() / 8
+        return factor * (numbers.float() - 7.5) / 8
     numbers = mixed % 253 - 126
     numbers[..., 0] = 127
     return factor * numbers.float() / 64
@@ -116,7 +118,8 @@ def check_payload(
         ids = ids.gather(2, positions.clamp(0, longest - 1))
         for role, got in enumerate(layer.kept_rows()):
             want = encode(layer.layer_idx, role, ids, positions, got.shape, few_bits, factor)
-            near = about if role == VALUE or layer.slots.offsets is None else max(about, ROUNDED)
+            bits = 4 if few_bits and role == VALUE else 8
+            near = about if layer.slots.offsets is None else about + ROUNDED[bits]
             wrong = ((plain(got).float() - want).abs() > near).any(-1) & (positions >= 0)
             if bool(wrong.any()):
                 row, head, slot = wrong.nonzero()[0].tolist()

@@ -89,7 +89,7 @@ def attend(
                 held = _held_slots(store)
                 stored_values = store.keys if store.values is None else store.values
                 key = torch.cat([_restore(store.keys[held], store.offset, D), key.double()])
-                value = torch.cat([dequantize(stored_values[held], D), value])
+                value = torch.cat([_restore_value(stored_values[held], store.offset, D), value])
                 score = torch.cat([store.scores[held], score])
             key, value, score = (x.double() for x in (key, value, score))
             if rotary is not None:
@@ -192,7 +192,9 @@ def _candidates(
     held, n = _held_slots(store), len(keys)
     new = {
         "keys": stored_like(_center(keys, store.offset), store.keys),
-        "values": None if store.values is None else stored_like(values, store.values),
+        "values": None
+        if store.values is None
+        else _stored_value(values, store.offset, store.values),
         "scores": scores,
         "positions": torch.arange(seen - n, seen, device=keys.device).int(),
         "norms": values.double().norm(dim=-1).float(),
@@ -204,15 +206,38 @@ def _candidates(
     return SimpleNamespace(**both)
 
 
+def hadamard(x: Tensor) -> Tensor:
+    """The orthonormal Hadamard transform of blocks of x [..., D], whose length is the largest power
+    of two that divides D. It is its own inverse."""
+    D = x.shape[-1]
+    N, h = D & -D, 1
+    while h < N:
+        a, b = x.unflatten(-1, (-1, 2, h)).unbind(-2)
+        x = torch.stack([a + b, a - b], -2).flatten(-3)
+        h *= 2
+    return x * N**-0.5
+
+
 def _center(keys: Tensor, offset: Tensor | None) -> Tensor:
-    """Keys [..., D] as they are quantized: without the offset of their head."""
-    return keys if offset is None else keys.float() - offset.float()
+    """Keys [..., D] as they are quantized: without the offset of their head, and transformed."""
+    return keys if offset is None else hadamard(keys.float() - offset.float())
 
 
 def _restore(keys: Tensor, offset: Tensor | None, D: int) -> Tensor:
     """Stored keys [..., D or bytes] as floats [..., D], with the offset of their head."""
     keys = dequantize(keys, D).double()
-    return keys if offset is None else keys + offset.double()
+    return keys if offset is None else hadamard(keys) + offset.double()
+
+
+def _stored_value(values: Tensor, offset: Tensor | None, rows: Tensor) -> Tensor:
+    """Values [..., D] in the form of stored `rows`, transformed if keys have an offset."""
+    return stored_like(values if offset is None else hadamard(values.float()), rows)
+
+
+def _restore_value(rows: Tensor, offset: Tensor | None, D: int) -> Tensor:
+    """Stored values [..., D or bytes] as floats [..., D]."""
+    values = dequantize(rows, D)
+    return values if offset is None else hadamard(values.double())
 
 
 def _read_back(key: Tensor, value: Tensor | None, slots: Any) -> tuple[Tensor, Tensor | None]:
@@ -222,7 +247,9 @@ def _read_back(key: Tensor, value: Tensor | None, slots: Any) -> tuple[Tensor, T
     if offset is not None:
         offset = (offset if slots.rows is None else offset[slots.rows.long()])[:, :, None]
     key = _restore(stored_like(_center(key, offset), slots.keys), offset, D)
-    return key, None if value is None else dequantize(stored_like(value, slots.values), D)
+    if value is None:
+        return key, None
+    return key, _restore_value(_stored_value(value, offset, slots.values), offset, D)
 
 
 def _choose(

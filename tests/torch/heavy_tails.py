@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from h2o import ops
-from h2o.quantization import dequantize
+from h2o.quantization import dequantize, from_stored
 
 B, G = 6, 2
 
@@ -194,8 +194,7 @@ def _seen(slots: ops.Slots, text: Text, tokens: int) -> Text:
     """The text, with keys and values of the first tokens as the slots store them, in text order."""
     D = text.keys.shape[3]
     rows = [dequantize(x[:, :, :tokens], D).float() for x in (slots.keys, slots.values)]
-    if slots.offsets is not None:
-        rows[0] = rows[0] + slots.offsets[:, :, None].float()
+    rows = from_stored(*rows, None if slots.offsets is None else slots.offsets[:, :, None])
     new = (x[:, :, tokens:].float() for x in text[1:])
     return Text(text.query, *(torch.cat(both, 2) for both in zip(rows, new, strict=True)))
 

@@ -73,10 +73,10 @@ def attend(
         view = SlotView(slots)
         held = view.by_head(slots.positions, -1) >= 0
         D = query.shape[-1]
-        stored_values = view.values(D)
+        stored_keys, stored_values = view.keys_and_values(D)
         empty = ~(held if view.first is None else held.any(1, keepdim=True))
         finite, beyond = view.split_nonfinite(stored_values.masked_fill(empty[..., None], 0))
-        stored = Stored(view.rows("keys", D).float(), finite, beyond, held)
+        stored = Stored(stored_keys.float(), finite, beyond, held)
     values = keys if values is None else values
     largest = policy.scores_largest
     new, old = dense(

@@ -1,11 +1,13 @@
-"""The operands of a call without the offsets of its keys, for kernels that know no offsets.
+"""The operands of a call whose slots have offsets, for kernels that know none and no transform.
 
 A softmax does not change if the same number is added to all of its logits. If an offset is
-subtracted from the new keys too, all logits of a query are lower by its product with the offset,
-and kernels can treat what is stored as keys.
+subtracted from the new keys too, all logits of a query are lower by its product with the offset.
+Nor do products of queries and keys change if both are transformed (`h2o.quantization.hadamard`). So
+kernels can treat what is stored as keys and values, if they get queries, new keys and new values
+that are transformed likewise; their output is transformed back.
 
-The centered keys are rounded to the dtype of the call. In float16 and bfloat16 the bytes that are
-stored may therefore differ by one from those of other backends.
+These are rounded to the dtype of the call. In float16 and bfloat16 the bytes that are stored may
+therefore differ a little from those of other backends.
 
 Shape letters as in `h2o.ops`.
 """
@@ -19,7 +21,7 @@ from typing import Any
 import torch
 
 from h2o.backends.torch_backend import operation
-from h2o.quantization import set_offsets, subtract
+from h2o.quantization import hadamard, set_offsets, to_stored
 
 OTHER_LOGITS = ("softcap", "sink_logits", "table", "log_sums")
 """Operands that, if given and not 0, make logits more than products with keys, or make them share a
@@ -43,7 +45,8 @@ def has_offsets(name: str, operands: tuple[Any, ...]) -> bool:
 
 
 def without_offsets(name: str, operands: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """The operands with centered keys and without offsets; None if the operation needs the offsets.
+    """The operands without offsets, with query, keys and values as the stored ones are; None if the
+    operation needs the offsets. Call `restore_output` after the operation.
 
     They must have been checked, because an operation that only stores keys sets the offsets of
     empty rows, which happens here.
@@ -52,9 +55,8 @@ def without_offsets(name: str, operands: tuple[Any, ...]) -> tuple[Any, ...] | N
     given = (operands[at[x]] for x in OTHER_LOGITS if x in at)
     if any(isinstance(x, torch.Tensor) or x for x in given):
         return None
-    place = at.get("keys", at.get("key"))
-    assert place is not None
-    keys = operands[place]
+    places_of_rows = [at[x] for x in ("keys", "key", "values", "value") if x in at]
+    keys, values = (operands[place] for place in places_of_rows)
     if "slots" not in at:
         offsets, changed[at["offsets"]] = operands[at["offsets"]], None
     else:
@@ -67,5 +69,14 @@ def without_offsets(name: str, operands: tuple[Any, ...]) -> tuple[Any, ...] | N
             if rows is not None:
                 slots.offsets[rows] = offsets
         changed[at["slots"]] = slots._replace(offsets=None)
-    changed[place] = subtract(keys, offsets).to(keys.dtype)
+    for place, x in zip(places_of_rows, to_stored(keys, values, offsets), strict=True):
+        changed[place] = None if x is None else x.to(keys.dtype)
+    if "query" in at:
+        changed[at["query"]] = hadamard(operands[at["query"]]).to(keys.dtype)
     return tuple(changed)
+
+
+def restore_output(name: str, operands: tuple[Any, ...]) -> None:
+    """Transform the output of an operation back that ran with operands of `without_offsets`."""
+    if (place := places(name).get("out")) is not None:
+        operands[place].copy_(hadamard(operands[place]))

@@ -14,7 +14,7 @@ from torch import Tensor
 from h2o.backends.torch_backend.ranking import highest, rank_keys, split_budget
 from h2o.backends.torch_backend.slot_view import SlotView, row_norms
 from h2o.policy import Policy
-from h2o.quantization import set_offsets, stored_like, subtract
+from h2o.quantization import set_offsets, stored_like, to_stored
 
 
 def evict(
@@ -88,7 +88,8 @@ def _write_kept(
             view.write_by_head(
                 numbers, torch.where(filled, values_by_key.gather(-1, source), empty)
             )
-    for rows, incoming in ((slots.keys, subtract(keys, slots.offsets)), (slots.values, values)):
+    new_rows = to_stored(keys, values, slots.offsets)
+    for rows, incoming in zip((slots.keys, slots.values), new_rows, strict=True):
         if rows is not None:
             _write_kept_rows(rows, incoming, view, source, filled)
 

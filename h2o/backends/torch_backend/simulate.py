@@ -13,7 +13,7 @@ from h2o.backends.torch_backend.attend import apply_softcap, dense, rows_per_blo
 from h2o.backends.torch_backend.ranking import Budget, highest, lowest, rank_keys, split_budget
 from h2o.backends.torch_backend.slot_view import row_norms
 from h2o.policy import Policy
-from h2o.quantization import dequantize
+from h2o.quantization import dequantize, from_stored
 from h2o.sink_logits import softmax
 
 
@@ -71,8 +71,8 @@ def simulate(
     if stored_keys is not None and stored_values is not None:
         index = position.clamp(min=0)[:, None, :, None].expand(B, G, Q, D)
         each = None if offsets is None else offsets[:, :, None]
-        keys = dequantize(stored_keys, D, each).gather(2, index)
-        values = dequantize(stored_values, D).gather(2, index)
+        rows = from_stored(dequantize(stored_keys, D), dequantize(stored_values, D), each)
+        keys, values = (x.gather(2, index) for x in rows)
     _one_by_one(
         query, keys, values, later, positions, is_kept, norms, limits, out, evicted_at, scores,
         scale, softcap, policy, sink_logits,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o.quantization import codes, dequantize, floats, stored_like, subtract
+from h2o.quantization import codes, dequantize, floats, from_stored, stored_like, to_stored
 
 FEW = 64
 """On a CPU, products of up to this many rows with a 16-bit matrix are computed in float32."""
@@ -61,22 +61,24 @@ class SlotView:
         return by_head.gather(1, self.head[:, None].expand(len(by_head), 1, -1))[:, 0]
 
     def rows(self, name: str, D: int) -> Tensor:
-        """Dequantized keys or values [B, G or 1, S, D]."""
-        offsets = self.slots.offsets if name == "keys" else None
-        if offsets is not None:
-            offsets = offsets[:, :, None]
-            if self.first is not None:
-                offsets = self.take_own_head_rows(offsets[:, :, 0])
-        return self.add_head_axis(dequantize(getattr(self.slots, name), D, offsets))
+        """Dequantized keys or values [B, G or 1, S, D], transformed if the slots have offsets."""
+        return self.add_head_axis(dequantize(getattr(self.slots, name), D))
 
-    def take_own_head_rows(self, by_head: Tensor) -> Tensor:
-        """Convert [B, G, D] to [B, T, D], taking the row of each slot's head."""
+    def by_slot(self, by_head: Tensor) -> Tensor:
+        """Rows [B, G, D] as [B, G, 1, D], or as [B, 1, T, D], where each slot has its head's."""
+        if self.first is None:
+            return by_head[:, :, None]
         head = self.head.expand(len(by_head), -1)[..., None]
-        return by_head.gather(1, head.expand(-1, -1, by_head.shape[-1]))
+        return by_head.gather(1, head.expand(-1, -1, by_head.shape[-1]))[:, None]
 
-    def values(self, D: int) -> Tensor:
-        """Dequantized values [B, G or 1, S, D], or the keys if the slots have no values."""
-        return self.rows("keys" if self.slots.values is None else "values", D)
+    def keys_and_values(self, D: int) -> tuple[Tensor, Tensor]:
+        """The model's own keys and values, [B, G or 1, S, D] each. The keys are the values too if
+        the slots have no values."""
+        keys = self.rows("keys", D)
+        if self.slots.values is None:
+            return keys, keys
+        offsets = None if self.slots.offsets is None else self.by_slot(self.slots.offsets)
+        return from_stored(keys, self.rows("values", D), offsets)
 
     def add_head_axis(self, x: Tensor) -> Tensor:
         """Tensor by slot as [B, G or 1, S, ...], not expanded over heads."""
@@ -96,18 +98,19 @@ class SlotView:
 
     def weighted_values(self, p: Tensor, D: int) -> Tensor:
         """p @ values, [B, G, M, D] float32, for probabilities p [B, G, M, S], which are 0 in slots
-        of other heads.
+        of other heads. If the slots have offsets, the result is transformed as their values are.
 
         On axis T the product covers the values of all heads, and 0 times a value that is not finite
         would be NaN. Such values are left out of the product and added to their own head. In
         quantized slots a NaN scale marks a row that was not finite, so that only the scales have to
         be searched.
         """
-        stored = self.slots.keys if self.slots.values is None else self.slots.values
+        name = "keys" if self.slots.values is None else "values"
+        stored = getattr(self.slots, name)
         if self.first is None:
-            return products(p, self.values(D))
+            return products(p, self.rows(name, D))
         if stored.dtype != torch.uint8:
-            finite, beyond = self.split_nonfinite(self.values(D))
+            finite, beyond = self.split_nonfinite(self.rows(name, D))
             return products(p, finite) + beyond
         q, scale, least = codes(stored, D)
         lost = scale.isnan().any(-2)[:, None, :, 0]  # [B, 1, T]
@@ -171,7 +174,7 @@ def quantize_like_slots(
     Keys and values with the same quantized format are converted together, since this takes fifty
     torch operations for any number of rows.
     """
-    key = subtract(key, slots.offsets)
+    key, value = to_stored(key, value, slots.offsets)
     if value is None:  # the slots have no values either
         return [(slots.keys, stored_like(key, slots.keys))]
     if slots.keys.dtype == torch.uint8 and slots.keys.shape == slots.values.shape:

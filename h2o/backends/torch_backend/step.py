@@ -15,6 +15,7 @@ from h2o.backends.torch_backend.attend import apply_softcap
 from h2o.backends.torch_backend.ranking import lowest, rank_keys, split_budget
 from h2o.backends.torch_backend.slot_view import SlotView, products, quantize_like_slots, row_norms
 from h2o.policy import Policy
+from h2o.quantization import hadamard
 from h2o.sink_logits import softmax
 
 
@@ -52,6 +53,12 @@ def step(
 
     keys = view.rows("keys", D)
     queries = query.reshape(B, G, H // G, D).float()
+    if slots.offsets is not None:
+        keys = keys + view.by_slot(hadamard(slots.offsets))
+        if table is None:
+            queries = hadamard(queries)
+        else:
+            keys = hadamard(keys)
     if table is not None and ranks is not None:
         held = torch.minimum(lengths, budget.k)  # [B, 1 or G, 1] number of keys held
         view.write(ranks, index, held, real)
@@ -63,6 +70,7 @@ def step(
     sinks = None if sink_logits is None else sink_logits.view(1, G, H // G, 1)
     p = softmax(logits.masked_fill_((positions < 0)[:, :, None], -torch.inf), sinks)
     answer = view.weighted_values(p, D).view(B, 1, H, D)
+    answer = answer if slots.offsets is None else hadamard(answer)
     received = p.amax(2) if policy.scores_largest else p.sum(2)
     if real is not None:
         answer = answer.masked_fill(~real[..., None], 0)

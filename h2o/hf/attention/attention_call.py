@@ -134,19 +134,21 @@ def round_like_slots(tokens: NewTokens, slots: ops.Slots) -> NewTokens:
         assert tokens.mask is not None
         is_step = ((tokens.mask.sum(1) == 1) & (slots.seen_tokens > 0))[:, None, None, None]
 
-    def read_back(x: Tensor | None, store: Tensor | None, offsets: Tensor | None) -> Tensor | None:
-        if x is None or store is None:
-            return x
-        rounded = round_to_bytes(x, store.shape[-1], offsets).to(x.dtype)
-        return rounded if is_step is None else torch.where(is_step, rounded, x)
-
     offsets = slots.offsets
     if offsets is not None and slots.rows is not None:
         offsets = offsets[slots.rows.long()]
-    return tokens._replace(
-        key=read_back(tokens.key, slots.keys, offsets),
-        value=read_back(tokens.value, slots.values, None),
-    )
+    sizes = [x.shape[-1] for x in (slots.keys, slots.values) if x is not None]
+    rounded = round_to_bytes(tokens.key, tokens.value, sizes, offsets)
+
+    def read_back(x: Tensor | None, rounded: Tensor | None) -> Tensor | None:
+        if x is None or rounded is None:
+            return x
+        rounded = rounded.to(x.dtype)
+        return rounded if is_step is None else torch.where(is_step, rounded, x)
+
+    new = (tokens.key, tokens.value)
+    key, value = (read_back(*both) for both in zip(new, rounded, strict=True))
+    return tokens._replace(key=key, value=value)
 
 
 def as_operand(sink_logits: Tensor | None) -> Tensor | None:

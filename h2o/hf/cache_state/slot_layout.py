@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from h2o import ops
-from h2o.quantization import dequantize
+from h2o.quantization import dequantize, from_stored
 from h2o.slots import PER_ROW, PER_SLOT, empty_slots, empty_value
 
 Budgets = list[list[tuple[int, int]]]
@@ -122,15 +122,17 @@ def by_head(slots: ops.Slots, sizes: list[int], field: str, empty: float = 0) ->
     return out
 
 
-def dequantized_keys(slots: ops.Slots, sizes: list[int], D: int) -> Tensor:
-    """The keys in the slots as floats, in the layout of the slots. Do not write to the result."""
-    keys = dequantize(slots.keys, D)
-    if slots.offsets is not None:
-        for part, offset in zip(
-            heads(keys, slots, sizes), slots.offsets.float().unbind(1), strict=True
-        ):
-            part += offset[:, None]
-    return keys
+def keys_and_values(slots: ops.Slots, sizes: list[int], D: int) -> tuple[Tensor, Tensor]:
+    """The model's own keys and values in the slots, in the layout of the slots. Do not write to
+    them."""
+    keys, values = dequantize(slots.keys, D), dequantize(slots.values, D)
+    offsets = slots.offsets
+    if offsets is None:
+        return keys, values
+    if slots.starts is None:
+        return from_stored(keys, values, offsets[:, :, None])
+    by_slot = [x[:, None].expand(-1, n, -1) for x, n in zip(offsets.unbind(1), sizes, strict=True)]
+    return from_stored(keys, values, torch.cat(by_slot, 1))
 
 
 def gather_held_keys(slots: ops.Slots, sizes: list[int], **fields: float) -> list[Tensor]:

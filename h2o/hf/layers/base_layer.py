@@ -29,7 +29,7 @@ from h2o.hf.layers.pass_runners import EagerRunner
 from h2o.hf.layers.plain_variant import PlainVariant
 from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.prompt.scorers import AttentionScorer
-from h2o.quantization import dequantize
+from h2o.quantization import dequantize, from_stored
 from h2o.spans import PINNED
 
 
@@ -314,7 +314,7 @@ class BaseLayer(CacheLayerMixin):
         values."""
         (D, _), offsets = self.facts.row_size, self.slots.offsets
         added = None if offsets is None else offsets[:, :, None]
-        keys, values = dequantize(rows[0], D, added), dequantize(rows[-1], D)
+        keys, values = from_stored(dequantize(rows[0], D), dequantize(rows[-1], D), added)
         if added is not None:
             keys = keys.masked_fill((positions < 0)[..., None], 0)
         return self.variant.unpack_rows(keys, values)

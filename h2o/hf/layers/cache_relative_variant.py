@@ -23,7 +23,6 @@ from h2o.hf.attention.attention_call import AttentionCall, NewTokens
 from h2o.hf.cache_state import slot_layout
 from h2o.hf.layers.plain_variant import PlainVariant
 from h2o.hf.rotary.model_rotary import ModelRotary, rotate
-from h2o.quantization import dequantize
 
 
 class CacheRelativeVariant(PlainVariant):
@@ -130,8 +129,7 @@ def attend(
     if slots is not None:
         at = ranks(slots, sizes).clamp(min=0).long()
         D, dtype = key.shape[-1], key.dtype
-        keys = slot_layout.dequantized_keys(slots, sizes, D).to(dtype)
-        values = dequantize(slots.values, D).to(dtype)
+        keys, values = (x.to(dtype) for x in slot_layout.keys_and_values(slots, sizes, D))
         slots = slots._replace(keys=rotate(keys, table[at]), values=values, offsets=None)
     return ops.attend(query, rotate(key, angles), value, slots, mask=mask, **more)
 

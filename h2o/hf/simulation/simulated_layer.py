@@ -228,7 +228,7 @@ class VisibleKeys(NamedTuple):
             if should_center(key, call.softcap, call.sink_logits):
                 first = in_prompt if call.mask is None else in_prompt & call.mask.bool()
                 offsets = offsets_of(key, first.expand(len(key), -1))
-            stored = round_to_bytes(key, sizes[0], offsets), round_to_bytes(value, sizes[1])
+            stored = round_to_bytes(key, value, sizes, offsets)
         parts = []
         for first in range(0, P, ROWS):
             rows = slice(first, min(first + ROWS, P))
