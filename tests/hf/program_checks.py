@@ -31,6 +31,25 @@ def near(got: Tensor, want: Tensor, what: str, about: float = 1e-3) -> None:
     )
 
 
+def check_budgets(cache: Any, other: Any, row: int) -> None:
+    """Check that each layer has as much room in a row as in the only row of another cache."""
+    for layer, alike in zip(cache.layers, other.layers, strict=True):
+        if isinstance(layer, H2OLayer) and alike.slots is not None:
+            got, want = layer.slots.budget[row].tolist(), alike.slots.budget[0].tolist()
+            assert got == want, (
+                f"layer {layer.layer_idx}, row {row} has the budget {got}, not {want}"
+            )
+
+
+def check_report(report: dict[str, int], cache: Any) -> None:
+    """Check what a result of generate_all says of the keys against a cache with a single row."""
+    layers = [layer for layer in cache.layers if isinstance(layer, H2OLayer)]
+    held = [layer.kept().positions[0] >= 0 for layer in layers if layer.slots is not None]
+    kept = round(sum(int(x.sum()) for x in held) / sum(map(len, held)))
+    got, want = (report["seen"], report["kept"]), (int(cache.get_seq_length()), kept)
+    assert got == want, f"generate_all has seen and kept {got} tokens, not {want}"
+
+
 def check_trace(cache: Any, mask: Tensor) -> None:
     """Check that the trace of a cache says of all held keys that they are held, and nothing of
     padding (False in the mask [B, N])."""
