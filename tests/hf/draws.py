@@ -249,14 +249,17 @@ def _pins(modes: set[Mode], rows: int, which: int) -> Any:
 
 def _calls(modes: set[Mode], rows: int, chosen: random.Random) -> list[Call]:
     columns = 24 if M.IMAGES in modes else chosen.randint(14, 24)
+    least = 14 if M.IMAGES in modes else 10 if M.PINS in modes else 4
     left = (
         0,
-        *(chosen.randint(1, columns - (10 if columns < 24 else 14)) for _ in range(rows - 1)),
+        *(chosen.randint(1, columns - least) for _ in range(rows - 1)),
     )
     start: dict[str, Any] = {"columns": columns}
     size = chosen.choice([4, 6]) if M.CHUNKS in modes else None
-    if M.PADDING in modes:  # the first chunk has tokens of each row
-        start["left"] = left if size is None else tuple(min(pads, size - 1) for pads in left)
+    if M.PADDING in modes:
+        start["left"] = left
+        if size is not None and modes & {M.ECHO, M.SHARED_BUDGET} and M.FROM_DYNAMIC not in modes:
+            start["left"] = tuple(min(pads, size - 1) for pads in left)  # else rows are refused
     if M.SIMULATED in modes:
         start |= {"columns": columns + 12, "holes": (12, 13, 14) if M.GAPS in modes else ()}
         start["prompt"] = 30 if M.IMAGES in modes else 4  # an image comes in one pass
