@@ -113,7 +113,7 @@ def tested_by(modes: Iterable[Mode]) -> set[Pair]:
     alone = asked & {M.AUTOCAST, M.SIMULATED, M.TORCH_BACKEND}
     if M.SIMULATED in asked:  # rounded logits are compared roughly
         alone |= asked & {M.BITS, M.FEW_BITS}
-    without_echo = asked & {M.CACHE_RELATIVE, M.FROM_DYNAMIC}
+    without_echo = asked & {M.CACHE_RELATIVE, M.FROM_DYNAMIC, M.LATENT}
     return {
         pair
         for pair in pairs_of(asked)
@@ -250,9 +250,10 @@ def _pins(modes: set[Mode], rows: int, which: int) -> Any:
 def _calls(modes: set[Mode], rows: int, chosen: random.Random) -> list[Call]:
     columns = 24 if M.IMAGES in modes else chosen.randint(14, 24)
     least = 14 if M.IMAGES in modes else 10 if M.PINS in modes else 4
+    fewest = columns - least if M.SHARED_BUDGET in modes else 1  # short prompts leave room
     left = (
         0,
-        *(chosen.randint(1, columns - least) for _ in range(rows - 1)),
+        *(chosen.randint(fewest, columns - least) for _ in range(rows - 1)),
     )
     start: dict[str, Any] = {"columns": columns}
     size = chosen.choice([4, 6]) if M.CHUNKS in modes else None

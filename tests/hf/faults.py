@@ -129,7 +129,7 @@ FAULTS = (
         f"{PROMPT}/cross_head_budget.py",
         "return (positions < sinks) |",
         "return ((positions >= 0) & (positions < sinks)) |",
-        "SHARED_BUDGET PADDING",
+        test="tests/hf/test_shared_echo.py::test_a_row_is_what_it_is_alone",
     ),
     Fault(
         f"{PROMPT}/cross_head_budget.py",
