@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 import h2o
-from h2o import H2OCache, H2OConfig, UnsupportedError
+from h2o import H2OCache, H2OConfig, UnsupportedError, backends
 from h2o.compat import with_cache
 from h2o.hf.document import compress
 from h2o.hf.document.cut_cache import LATER_RECENT, RECENT
@@ -176,6 +176,14 @@ def test_rows_of_a_batch_are_readings_of_their_own(side, config):
         answer = ours(question, position_ids=at[row : row + 1], **with_cache(alone)).logits
         torch.testing.assert_close(logits[row : row + 1], answer, atol=1e-4, rtol=1e-4)
         assert positions(together, row) == positions(alone)
+
+
+def test_by_the_torch_backend_it_keeps_the_same_keys():
+    ours, (document,) = shared("llama"), prompts(70)
+    kept = positions(h2o.compress_document(ours, document, BUDGET, readings=2, repeat=REQUEST))
+    with backends.by_torch():
+        again = h2o.compress_document(ours, document, BUDGET, readings=2, repeat=REQUEST)
+    assert positions(again) == kept
 
 
 def test_pins_are_kept():
