@@ -130,13 +130,13 @@ def model_adapters(model: Any) -> tuple[str, ...]:
     return (active,) if isinstance(active, str) else tuple(active)
 
 
-def saved_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+def saved_tensors(module: nn.Module) -> dict[str, Tensor]:
     """A module's own parameters and persistent buffers."""
-    passing = module._non_persistent_buffers_set
-    buffers = module.named_buffers(recurse=False, remove_duplicate=False)
-    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
-    kept = [(name, x) for name, x in buffers if name not in passing]
-    return [*parameters, *kept]
+    saved = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+    saved |= module.named_buffers(recurse=False, remove_duplicate=False)
+    for name in module._non_persistent_buffers_set:
+        saved.pop(name, None)
+    return saved
 
 
 def packed_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -146,13 +146,18 @@ def packed_tensors(module: nn.Module) -> dict[str, Tensor]:
     torch.ao's and bitsandbytes' modules are read with their accessors. A module is never asked for
     its state, because `_save_to_state_dict` of bitsandbytes changes the module.
     """
-    return _torch_ao_tensors(module) or _bitsandbytes_tensors(module)
+    if _is_from(type(module), "torch.ao.nn."):
+        return _torch_ao_tensors(module)
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
+    if weight is None or weight.is_meta or not _is_from(type(weight), "bitsandbytes."):
+        return {}
+    return _bitsandbytes_tensors(module, weight)
 
 
 def _torch_ao_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Weight and bias of a module in which torch.ao has packed them. torch.ao's layers have such a
     module inside."""
-    if not _is_from(type(module), "torch.ao.nn.") or any(module.children()):
+    if any(module.children()):
         return {}
     if hasattr(module, "_weight_bias"):
         parts = zip(("weight", "bias"), module._weight_bias(), strict=False)
@@ -160,11 +165,8 @@ def _torch_ao_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {"weight": module._weight()} if hasattr(module, "_weight") else {}
 
 
-def _bitsandbytes_tensors(module: nn.Module) -> dict[str, Tensor]:
+def _bitsandbytes_tensors(module: nn.Module, weight: Any) -> dict[str, Tensor]:
     """Numbers and scales of a weight that bitsandbytes has quantized to 8 or 4 bits."""
-    weight: Any = dict(module.named_parameters(recurse=False)).get("weight")
-    if weight is None or weight.is_meta or not _is_from(type(weight), "bitsandbytes."):
-        return {}
     scales = getattr(weight, "SCB", None)
     if scales is None:  # the first forward pass moves them
         scales = getattr(getattr(module, "state", None), "SCB", None)

@@ -48,10 +48,9 @@ from h2o.slots import Slots, new_slots, sizes_of_keys
 from h2o.tensors import (
     check_memory,
     default_scale,
-    empty,
-    full,
     get_4d_sizes,
     needs_check,
+    new_tensor,
 )
 
 if TYPE_CHECKING:
@@ -175,7 +174,9 @@ def log_sums(
     """
     _check_memory(slots, query=query, keys=keys, mask=mask, sink_logits=sink_logits)
     scale, out, scores = _fill_in(query, keys, scale, None, float32=None)
-    sums = None if get_4d_sizes(query) is None else empty(query, tuple(query.shape[:3]), "float32")
+    sums = None
+    if get_4d_sizes(query) is not None:
+        sums = new_tensor(query, tuple(query.shape[:3]), "float32")
     values = keys if slots is None or slots.values is not None else None
     backends.backend_for(query).attend(
         query, keys, values, mask, slots, out, scores, scale, softcap, PAPER, sink_logits, sums,
@@ -264,7 +265,7 @@ def step(
     sizes = get_4d_sizes(query) if out is None or scale is None else None
     if out is None and sizes is not None:
         B, H, Q, D = sizes
-        out = empty(query, (B, Q, H, D))
+        out = new_tensor(query, (B, Q, H, D))
     if scale is None:
         scale = default_scale(query, sizes)
     table, ranks = (None, None) if rotary is None else rotary
@@ -346,13 +347,13 @@ def _quantized(
     arguments of `new_slots`."""
     B, G, Q, _ = sizes_of_keys(keys)
     slots = new_slots(keys, Q, shared=values is None, **kind)
-    real = full(keys, (B, Q), 1, "bool") if mask is None else mask
+    real = new_tensor(keys, (B, Q), "bool", 1) if mask is None else mask
     parts = [mask]
     if tuple(real.shape) == (B, Q) and tuple(prompt.shape) == (B,):  # or the core raises, below
         late = (real != 0).cumsum(1) > prompt[:, None]
         parts = [(real != 0) & ~late, (real != 0) & late]
     for part in parts:
-        evict(keys, values, full(keys, (B, G, Q), 0, "float32"), slots, mask=part)
+        evict(keys, values, new_tensor(keys, (B, G, Q), "float32", 0), slots, mask=part)
     return slots.keys, slots.values, slots.offsets
 
 
@@ -387,14 +388,19 @@ def _fill_in(
         return scale, out, *by_key.values()
     (B, H, Q, D), G = sizes, key_sizes[1]
     if out is None:
-        out = empty(query, (B, Q, H, D))
-    made = (empty(query, (B, G, Q), x) if y is None else y for x, y in by_key.items())
-    return scale, out, *made
+        out = new_tensor(query, (B, Q, H, D))
+    for dtype, given in by_key.items():
+        by_key[dtype] = new_tensor(query, (B, G, Q), dtype) if given is None else given
+    return scale, out, *by_key.values()
 
 
 def _check_memory(slots: Slots | None, rotary: Rotary | None = None, **tensors: Tensor) -> None:
     """Check the operands of an operation (`h2o.tensors.check_memory`)."""
-    stored = slots._asdict() if isinstance(slots, Slots) else {}
-    tensors |= {f"slots.{name}": x for name, x in stored.items()}
-    tensors |= {} if rotary is None else {"rotary.table": rotary[0], "rotary.ranks": rotary[1]}
+    if isinstance(slots, Slots):
+        tensors |= zip(_SLOTS, slots, strict=True)
+    if rotary is not None:
+        tensors |= {"rotary.table": rotary[0], "rotary.ranks": rotary[1]}
     check_memory(tensors)
+
+
+_SLOTS = tuple(f"slots.{name}" for name in Slots._fields)

@@ -22,7 +22,7 @@ from h2o.arguments.plain_values import (
 )
 from h2o.budgets import UNLIMITED, check_tokens
 from h2o.kv_dtype import QUANTIZED, stored_bytes
-from h2o.tensors import full, get_4d_sizes
+from h2o.tensors import get_4d_sizes, new_tensor
 
 Tensor = Any  # any object that supports DLPack
 
@@ -165,36 +165,56 @@ def new_slots(
     `offsets`: give quantized keys `offsets`, unless they are shared, so that eight bits suffice
     for keys around any constant. See `should_center`.
     """
-    B, G, _, D = sizes_of_keys(keys)
     even = not is_list(nested(capacity))
     listed = [capacity] if even else check_numbers("capacity", capacity)
     each = [check_count("capacity", x, hint="k + 1 for rows of budget k") for x in listed]
     heavy, recent = check_tokens("heavy", heavy), check_tokens("recent", recent)
-    value_weighted = check_flag("value_weighted", value_weighted)
-    shared, offsets = check_flag("shared", shared), check_flag("offsets", offsets)
-    starts, budgets, shape = None, (B, 2), (B, G, each[0])
-    if not even:
-        if len(each) != G:
-            raise ValueError(f"capacity: has {len(each)} numbers, wanted one for each of {G} heads")
-        starts, budgets, shape = full(keys, (G + 1,), 0, "int32"), (B, G, 2), (B, sum(each))
-        for g, end in enumerate(itertools.accumulate(each), start=1):
+    G = sizes_of_keys(keys)[1]
+    if not even and len(each) != G:
+        raise ValueError(f"capacity: has {len(each)} numbers, wanted one for each of {G} heads")
+    return empty_slots(
+        keys, each[0] if even else each, heavy, recent,
+        value_weighted=check_flag("value_weighted", value_weighted),
+        kv_dtype=check_choice("kv_dtype", kv_dtype, (None, *QUANTIZED)),
+        shared=check_flag("shared", shared), offsets=check_flag("offsets", offsets),
+    )  # fmt: skip
+
+
+def empty_slots(
+    keys: Tensor,
+    capacity: int | list[int],
+    heavy: int = UNLIMITED,
+    recent: int = 0,
+    *,
+    value_weighted: bool = False,
+    kv_dtype: str | None = None,
+    shared: bool = False,
+    offsets: bool = False,
+) -> Slots:
+    """`new_slots` for arguments that were checked when a cache was made."""
+    B, G, _, D = sizes_of_keys(keys)
+    starts, budgets, shape = None, (B, 2), (B, G, capacity)
+    if isinstance(capacity, list):
+        starts = new_tensor(keys, (G + 1,), "int32", 0)
+        budgets, shape = (B, G, 2), (B, sum(capacity))
+        for g, end in enumerate(itertools.accumulate(capacity), start=1):
             starts[g] = end
-    row_bytes = stored_bytes(check_choice("kv_dtype", kv_dtype, (None, *QUANTIZED)), D)
-    shapes = [(*shape, n) for n in row_bytes or (D, D)]
+    row_bytes = stored_bytes(kv_dtype, D)
     dtype = None if row_bytes is None else "uint8"
+    key_size, value_size = row_bytes or (D, D)
     centered = offsets and row_bytes is not None and not shared
-    budget = full(keys, budgets, heavy, "int32")
+    budget = new_tensor(keys, budgets, "int32", heavy)
     budget[..., 1] = recent
     return Slots(
-        keys=full(keys, shapes[0], 0, dtype),
-        values=None if shared else full(keys, shapes[1], 0, dtype),
-        scores=full(keys, shape, 0, "float32"),
-        positions=full(keys, shape, -1, "int32"),
-        next_slot=full(keys, (B, G), 0, "int32"),
-        seen_tokens=full(keys, (B,), 0, "int64"),
+        keys=new_tensor(keys, (*shape, key_size), dtype, 0),
+        values=None if shared else new_tensor(keys, (*shape, value_size), dtype, 0),
+        scores=new_tensor(keys, shape, "float32", 0),
+        positions=new_tensor(keys, shape, "int32", -1),
+        next_slot=new_tensor(keys, (B, G), "int32", 0),
+        seen_tokens=new_tensor(keys, (B,), "int64", 0),
         budget=budget,
-        evicted_score=full(keys, (B, G), 0, "float64"),
-        norms=full(keys, shape, 0, "float32") if value_weighted else None,
+        evicted_score=new_tensor(keys, (B, G), "float64", 0),
+        norms=new_tensor(keys, shape, "float32", 0) if value_weighted else None,
         starts=starts,
-        offsets=full(keys, (B, G, D), 0, "float16") if centered else None,
+        offsets=new_tensor(keys, (B, G, D), "float16", 0) if centered else None,
     )

@@ -31,35 +31,32 @@ def default_scale(query: Tensor, sizes: tuple[int, int, int, int] | None) -> flo
 _NO_MEMORY = ("allocate memory", "out of memory", "size calculation overflowed")
 
 
-def empty(like: Tensor, shape: tuple[int, ...], dtype: str | None = None) -> Tensor:
-    """An uninitialized tensor with the library, the device and, unless given, the dtype of `like`.
+def new_tensor(
+    like: Tensor, shape: tuple[int, ...], dtype: str | None = None, fill: int | None = None
+) -> Tensor:
+    """A tensor with the library, the device and, unless given, the dtype of `like`. It is filled
+    with a number, or not initialized.
 
     On mps, which has no float64, it is float32 instead.
     """
     if isinstance(like, np.ndarray):
-        return np.empty(shape, dtype or like.dtype)
+        kind = dtype or like.dtype
+        return np.empty(shape, kind) if fill is None else np.full(shape, fill, kind)
     if not hasattr(like, "new_empty"):
         raise TypeError(
             "outputs can be made for torch tensors and NumPy arrays, not for "
             f"{type(like).__name__}: pass the output tensors yourself"
         )
     try:
-        if dtype is None:
-            return like.new_empty(shape)
         if dtype == "float64" and like.device.type == "mps":
             dtype = "float32"
-        return like.new_empty(shape, dtype=getattr(sys.modules["torch"], dtype))
+        kind = like.dtype if dtype is None else getattr(sys.modules["torch"], dtype)
+        tensor = like.new_empty(shape, dtype=kind)
+        return tensor if fill is None else tensor.fill_(fill)
     except RuntimeError as error:  # torch has no exception class for this
         if not any(words in str(error) for words in _NO_MEMORY):
             raise
         raise MemoryError(f"no memory for an output of shape {list(shape)}") from error
-
-
-def full(like: Tensor, shape: tuple[int, ...], value: int, dtype: str | None = None) -> Tensor:
-    """`empty`, filled with a value."""
-    tensor = empty(like, shape, dtype)
-    tensor[...] = value
-    return tensor
 
 
 def needs_check(leader: Tensor) -> bool:

@@ -629,7 +629,7 @@ def shell(line, **kwargs):
         ("h2o generate --prompt-file - <&-", 2, "standard input is closed"),
         ("h2o generate --prompt $'\\xff\\xfe'", 2, "argument --prompt: not a text in UTF-8"),
         ("printf '\\xff' | h2o generate --prompt-file -", 2, "not a text in UTF-8"),
-        ("h2o bench nope", 2, "unrecognized arguments: nope"),
+        ("h2o recommend nope", 2, "unrecognized arguments: nope"),
     ],
 )
 def test_one_line_says_what_is_wrong(line, code, words, without_torch):

@@ -278,7 +278,9 @@ def test_command(command, monkeypatch):
         from h2o.evaluation.setting import parse_all
 
         budgets = options.budgets
-        budgets = ",".join(budgets) if isinstance(budgets, list) else budgets  # a list in h2o bench
+        budgets = (
+            ",".join(budgets) if isinstance(budgets, list) else budgets
+        )  # a list in h2o recommend
         assert parse_all(options.compare, budgets)
 
 

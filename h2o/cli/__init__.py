@@ -44,7 +44,7 @@ COMMANDS = (
     Command("eval", "measure what eviction costs in accuracy"),
     Command("analyze", "write a page of what a model attends to"),
     Command("calibrate", "measure which heads need a larger budget"),
-    Command("bench", "time a model with the full cache and with h2o"),
+    Command("recommend", "measure which budget to use for a model and a text"),
 )
 
 

@@ -1,4 +1,4 @@
-"""Timed greedy generation from one prompt with one cache, for `h2o generate` and `h2o bench`.
+"""Timed greedy generation from one prompt with one cache, for `h2o generate` and `h2o recommend`.
 
 Every run calls the model's own generate(), with the cache and the attention implementation that
 users get. The full cache is transformers' DynamicCache with sdpa. The prefill time is the time to

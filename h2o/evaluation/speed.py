@@ -1,31 +1,25 @@
-"""Measure the speed of a model on this machine with the full cache and with h2o's.
+"""Time a model on this machine with one cache, and compare the times with the full cache's.
 
-For each prompt length every cache generates from the same prompt, in turn (A B C, B C A, ...). The
-speed of a machine drifts, so ratios compare runs of the same round.
+The speed of a machine drifts, so ratios compare runs of the same round.
 """
 
 from __future__ import annotations
 
 import gc
-import importlib.resources
 import operator
 import os
 import platform
 import statistics
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig
 
-from h2o import ops, packages
+from h2o import ops
 from h2o.errors import UnsupportedError, UserError
 from h2o.evaluation.generation import bytes_of_keys, new_cache, time_tokens
 from h2o.evaluation.setting import Setting
-from h2o.hf.model_traits.wrappers import input_device
-
-PACKAGES = ("h2o-kv", "torch", "transformers", "numpy")
 
 
 class Sample(NamedTuple):
@@ -36,56 +30,6 @@ class Sample(NamedTuple):
     """Seconds per token, without the first."""
     bytes_held: int
     """Bytes of keys, values and h2o's bookkeeping at the end."""
-
-
-def measure(
-    model: Any,
-    tokenizer: Any,
-    settings: Sequence[Setting],
-    prompts: Sequence[int],
-    *,
-    tokens: int,
-    rounds: int,
-    log: Callable[[str], None],
-) -> dict[str, Any]:
-    """Time every cache at every prompt length.
-
-    Args:
-        settings: the caches, "full" first.
-        prompts: lengths in tokens.
-        tokens: number of tokens decoded after the first one, in each round.
-        rounds: number of timed rounds. An untimed round comes first, to warm up libraries.
-        log: called with a line before each part.
-
-    Raises: UserError for a model or a length that a cache does not support.
-    """
-    limit = getattr(model.config, "max_position_embeddings", None)
-    if limit and max(prompts) + tokens + 1 > limit:
-        raise UserError(
-            f"a prompt of {max(prompts)} tokens and {tokens + 1} new ones exceed "
-            f"the {limit} positions of the model: pass shorter --prompts"
-        )
-    device, measurements = input_device(model), []
-    for length in prompts:
-        ids = make_prompt(tokenizer, length).to(device)
-        samples: dict[Setting, list[Sample]] = {setting: [] for setting in settings}
-        for i in range(rounds + 1):
-            log(f"{length} tokens: " + (f"round {i} of {rounds}" if i else "warming up"))
-            first = max(0, i - 1) % len(settings)
-            for setting in [*settings[first:], *settings[:first]]:
-                sample = run(setting, model, ids, tokens)
-                samples[setting] += [sample] if i else []
-        full = samples[settings[0]]
-        figures = {x.name: summarize(timed, full) for x, timed in samples.items()}
-        measurements += [{"prompt_tokens": length, "setting": x} | y for x, y in figures.items()]
-    return {
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "tokens": tokens,
-        "rounds": rounds,
-        "machine": describe_machine(device),
-        "versions": packages.versions(*PACKAGES),
-        "measurements": measurements,
-    }
 
 
 def run(setting: Setting, model: Any, ids: torch.Tensor, tokens: int) -> Sample:
@@ -100,7 +44,7 @@ def run(setting: Setting, model: Any, ids: torch.Tensor, tokens: int) -> Sample:
     except torch.OutOfMemoryError:
         raise UserError(
             f"{setting.name}: {ids.device} has not enough memory for a prompt of "
-            f"{length} tokens: pass shorter --prompts"
+            f"{length} tokens: pass a smaller --length"
         ) from None
     except (UnsupportedError, ValueError) as error:
         raise UserError(f"{setting.name}: {error}") from error
@@ -128,14 +72,6 @@ def summarize(samples: list[Sample], full: list[Sample]) -> dict[str, Any]:
         "prefill_samples": prefill,
         "token_samples": token,
     }
-
-
-def make_prompt(tokenizer: Any, tokens: int) -> torch.Tensor:
-    """Token ids [1, tokens]: the document that h2o ships, repeated as often as needed."""
-    document = importlib.resources.files("h2o").joinpath("data/lighthouse.txt")
-    ids = tokenizer(document.read_text("utf-8")).input_ids
-    repeated = (ids * (tokens // len(ids) + 1))[:tokens]
-    return torch.tensor([repeated], dtype=torch.long, device="cpu")
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:

@@ -139,11 +139,15 @@ def sample(model: Any) -> dict[str, list[float]]:
 
 def sample_tensors(model: Any) -> dict[str, Any]:
     """`sample` before `rounded`: tensors on the devices of the weights, for which nothing waits."""
-    every = list(weights_of(model))
-    own = [x for x in every if not is_of_adapter(x.name)]
-    adapters = [x for x in every if is_of_adapter(x.name)]
-    numbers = {x.name: _numbers(x) for x in (*_pick_evenly(own), *_pick_evenly(adapters))}
-    return {name: tensor for name, tensor in numbers.items() if tensor is not None}
+    own: list[Weight] = []
+    adapters: list[Weight] = []
+    for weight in weights_of(model):
+        (adapters if is_of_adapter(weight.name) else own).append(weight)
+    numbers = {}
+    for weight in (*_pick_evenly(own), *_pick_evenly(adapters)):
+        if (tensor := _numbers(weight)) is not None:
+            numbers[weight.name] = tensor
+    return numbers
 
 
 def rounded(numbers: Any) -> list[float]:

@@ -40,21 +40,24 @@ def weights_of(model: Any) -> Iterator[Weight]:
         saved_tensors,
     )
 
-    places: dict[str, tuple[Any, str, float]] = {}
+    places: dict[str, tuple[Any, str, float, bool]] = {}
     for number, tokens in enumerate(prompt_encoders(model)):
         for name, module in tokens.named_modules():
-            for own, _ in saved_tensors(module):
-                places[_join(_segment(number), name, own)] = module, own, 1.0
+            for own in saved_tensors(module):
+                places[_join(_segment(number), name, own)] = module, own, 1.0, False
     model = innermost_model(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     adapted = {name: module for name, module in modules.items() if has_adapters(module)}
     for name, module in modules.items():
-        for own in {**dict(saved_tensors(module)), **packed_tensors(module)}:
-            at_work = _name_and_scale(_join(name, own), adapted)
+        packed = packed_tensors(module)
+        for own in {**saved_tensors(module), **packed}:
+            at_work: tuple[str, float] | None = f"{name}.{own}" if name else own, 1.0
+            if adapted:
+                at_work = _name_and_scale(at_work[0], adapted)
             if at_work is not None:
-                places[at_work[0]] = module, own, at_work[1]
-    for name, (module, own, scale) in sorted(places.items()):
-        tensor = _load(module, own)
+                places[at_work[0]] = module, own, at_work[1], own in packed
+    for name, (module, own, scale, is_packed) in sorted(places.items()):
+        tensor = _load(module, own, is_packed=is_packed)
         yield Weight(name, tensor, hasattr(tensor, "full_tensor"), scale)
 
 
@@ -95,8 +98,6 @@ def _name_and_scale(name: str, adapted: Mapping[str, Any]) -> tuple[str, float] 
     """(name without wrappers, scale) of a weight; None if it belongs to an inactive adapter."""
     from h2o.compat_wrappers import ADAPTED, adapter_fields, adapter_scale, applied_adapters
 
-    if not adapted:
-        return name, 1.0
     parts = name.split(".")
     kept, scale = list(parts), 1.0
     for index, part in enumerate(parts):
@@ -115,15 +116,14 @@ def _name_and_scale(name: str, adapted: Mapping[str, Any]) -> tuple[str, float] 
     return _join(*kept), scale
 
 
-def _load(module: Any, name: str) -> Any:
+def _load(module: Any, name: str, *, is_packed: bool) -> Any:
     """A parameter or buffer, or, if accelerate offloads it, the value that it has during a pass. A
     packed tensor is dequantized."""
     import torch
 
     from h2o.compat_wrappers import accelerate_hooks, packed_tensors
 
-    value = packed_tensors(module).get(name)
-    value = getattr(module, name) if value is None else value
+    value = packed_tensors(module)[name] if is_packed else getattr(module, name)
     value = value.dequantize() if value.is_quantized else value.detach()
     for one in accelerate_hooks(module) if value.is_meta else ():
         weights = getattr(one, "weights_map", None)

@@ -57,9 +57,9 @@ FAULTS = (
         "FROM_DYNAMIC PADDING",
     ),
     Fault(
-        f"{STATE}/slot_layout.py",
-        "return rows if rows.dtype == torch.bool else rows.long()",
-        "return rows if rows.dtype == torch.bool else rows.long().sort().values",
+        "hf/cache/cache.py",
+        "self._change_rows(lambda x: x[rows.to(x.device)])",
+        "self._change_rows(lambda x: x[rows.sort().values.to(x.device)])",
         "ROW_MOVES BEAMS",
     ),
     Fault(f"{TEXT}/pins.py", "right=True)", "right=False)", "PINS"),

@@ -192,7 +192,7 @@ def test_all_parts_in_host_memory(name):
 
 
 def test_the_speed_of_a_model_in_host_memory():
-    """The command `h2o bench` must time an offloaded model on the device that computes."""
+    """`h2o recommend` must time an offloaded model on the device that computes."""
     accelerate = pytest.importorskip("accelerate")
     ours, (ids,) = model("llama"), prompts(20)
     accelerate.cpu_offload(ours, torch.device("cpu"))

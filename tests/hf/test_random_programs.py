@@ -10,6 +10,7 @@ import pytest
 
 from h2o.hf import modes
 from tests.hf.draws import ELSEWHERE, draw, modes_of, tested_by
+from tests.hf.faults import FAULTS, ROOT, replaced
 from tests.hf.program_models import FAMILIES
 from tests.hf.programs import Program, run
 from tests.hf.shrinking import as_text, run_or_explain, shrink
@@ -61,6 +62,13 @@ def test_every_allowed_pair_meets():
     said = {pair for pair, cell in modes.PAIRS.items() if cell == modes.Tested(modes.PROGRAMS)}
     assert said - met == {*ELSEWHERE} & said
     assert len(said & met) > 300
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.new)
+def test_each_fault_can_be_put_in(fault):
+    """Each line that `tests.hf.faults` replaces must be in the package once."""
+    path = ROOT / "h2o" / fault.file
+    assert replaced(path.read_text("utf-8"), fault) != path.read_text("utf-8")
 
 
 def test_a_failing_program_is_shrunk():

@@ -74,12 +74,12 @@ def h2o_attention_forward(
 
     Raises:
         UnsupportedError: the model needs attention that h2o does not support.
-        RuntimeError: the model is in training and has an `H2OCache`.
+        TypeError, RuntimeError: the model is in float64 or in training, and has an `H2OCache`.
     """
     if type(attention_mask) is Pads:
         attention_mask = pads_of(attention_mask)
     layer: Any = getattr(key, "h2o_layer", None)
-    causal = looks_back_only(module, is_causal)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if layer is not None:
         error = None
         the_pass = layer.guard.current
@@ -91,6 +91,8 @@ def h2o_attention_forward(
             is_plain and (attention_mask is None or attention_mask.ndim == 2)
         ):
             error = find_unsupported(module, kwargs, attention_mask, sliding_window, causal)
+        if error is None and (module.training or dropout or query.dtype == torch.float64):
+            error = _inference_error(query)
         call = AttentionCall(
             module, query, key, value, attention_mask, scaling, softcap or 0.0, dropout,
             kwargs.get("position_ids"), kwargs.get("use_cache"), s_aux, error,
@@ -124,7 +126,7 @@ def find_unsupported(
 
     Args:
         kwargs: further keyword arguments of the attention function.
-        causal: the result of `looks_back_only`.
+        causal: whether attention is causal. If the call does not say so, the module does.
     """
     feature = _foreign(kwargs)
     if not feature and sliding_window is not None:
@@ -158,6 +160,18 @@ def find_transform(*tensors: Tensor | None) -> UnsupportedError | None:
         "attention through an H2OCache or h2o.simulated is not supported inside torch.func (grad, "
         "jvp, vmap), torch.jit.trace or forward-mode differentiation (torch.autograd.forward_ad). "
         'Call the model without H2O there, with use_cache=False and attn_implementation="eager"'
+    )
+
+
+def _inference_error(query: Tensor) -> Exception:
+    """Error for a call that no cache supports: in float64, or in training."""
+    if query.dtype == torch.float64:
+        return TypeError(
+            "h2o computes in float32, float16 and bfloat16, not in float64: call model.float(), or "
+            "use DynamicCache"
+        )
+    return RuntimeError(
+        "an H2OCache is for inference: call model.eval(), or train with use_cache=False"
     )
 
 
@@ -258,11 +272,6 @@ def _dense_mask(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -
         batch_size=query.shape[0], q_length=Q, kv_length=N, q_offset=N - Q,
         attention_mask=mask, device=query.device,
     )  # fmt: skip
-
-
-def looks_back_only(module: nn.Module, is_causal: bool | None) -> bool:
-    """Whether attention is causal. If `is_causal` is None, the module decides."""
-    return getattr(module, "is_causal", True) if is_causal is None else is_causal
 
 
 def softmax_attention(

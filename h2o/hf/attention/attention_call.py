@@ -46,28 +46,13 @@ class AttentionCall(NamedTuple):
     sink_logits: Tensor | None = None
     """[H] learned attention sinks, see `h2o.ops.attend`; None if there are none"""
     unsupported: Exception | None = None
-    """Error to raise if the call needs more than plain causal attention"""
+    """Error to raise if the call needs more than plain causal attention for inference"""
     layer: int = -1
     """The layer's number; for hooks"""
     cached: bool = False
     """Whether keys and values were returned by an `H2OCache`; for hooks"""
     full: Callable[[], Tensor] | None = None
     """Computes the output [B, Q, H, D] without eviction; for hooks"""
-
-    def check(self) -> None:
-        """Raise `unsupported` if it is set, TypeError for float64, RuntimeError in training."""
-        if self.unsupported is not None:
-            raise self.unsupported
-        if self.query.dtype == torch.float64:
-            raise TypeError(
-                "h2o computes in float32, float16 and bfloat16, not in float64: call "
-                "model.float(), or use DynamicCache"
-            )
-
-        if self.module.training or self.dropout:
-            raise RuntimeError(
-                "an H2OCache is for inference: call model.eval(), or train with use_cache=False"
-            )
 
     @property
     def may_begin_text(self) -> bool:

@@ -62,7 +62,8 @@ def replace_attention(
         sinks, window = kwargs.get("s_aux"), kwargs.get("sliding_window")
         if error := attention.find_transform(query, key, value, sinks):
             raise error
-        causal = attention.looks_back_only(module, kwargs.get("is_causal"))
+        causal = kwargs.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
         error = attention.find_unsupported(module, kwargs, attention_mask, window, causal)
         if error is not None:
             has_4d_mask = attention_mask is not None and attention_mask.ndim > 2

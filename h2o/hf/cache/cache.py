@@ -109,11 +109,11 @@ class H2OCache(CacheInspection):
         model, config = config, text_config_of(config)
         plan = get_plan(model, config, h2o_config)
         pins = Pins.of(pinned, plan.h2o_config.decay)
-        guard = PassGuard(prompt_length, plan.kinds, plan.last, plan.number_of_states, pins)
+        guard = PassGuard(
+            prompt_length, plan.kinds, plan.last, plan.number_of_states, pins, plans=plan.plans,
+            makes_pool=plan.makes_pool, drops_cache_after=plan.drops_cache_after, config=config,
+        )  # fmt: skip
         layers = plan.layers(guard, split_modes(model), trace=trace, compileable=compileable)
-        guard.plans = plan.plans
-        guard.drops_cache_after = plan.drops_cache_after
-        guard.has_rope_deltas = config.get_text_config(decoder=True) is not config
         Cache.__init__(self, layers=layers)  # a model's own cache class may accept no arguments
         self.guard = guard
         self.echo_replacement, self.model_shape = plan.echo_replacement, plan.model_shape
@@ -349,7 +349,8 @@ class H2OCache(CacheInspection):
             raise
         if not isinstance(layer, H2OLayer):  # transformers' own layer has stored its keys by now
             free_keys_before_window(layer)
-            guard.layer_stored(layer_idx)
+            if guard.current is not None:
+                guard.current.stored.append(layer_idx)
             guard.layer_done(layer_idx)
         return keys_and_values
 

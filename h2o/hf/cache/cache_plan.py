@@ -82,7 +82,11 @@ class CachePlan:
         """The last layer that attends to an earlier layer's keys; 0 if none does"""
         is_relative = self.h2o_config.positions == "cache_relative"
         self._angles = rotary_of(config) if is_relative else None
-        self._alike = self.h2o_config.shares_by_echo and _alike(config, list(self.plans))
+        self.makes_pool = None
+        """Makes the `CrossHeadBudget` that layers share for one prompt; None: they share none"""
+        if self.h2o_config.shares_by_echo:
+            alike = _alike(config, list(self.plans))
+            self.makes_pool = functools.partial(CrossHeadBudget, self.plans, alike=alike)
 
     def layers(
         self, guard: PassGuard, modes: frozenset[Mode], *, trace: bool, compileable: bool
@@ -97,8 +101,6 @@ class CachePlan:
         asked = {Mode.TRACE: trace, Mode.COMPILED: compileable}
         check_modes({*self.modes, *modes, *(mode for mode in asked if asked[mode])})
         angles, echo = copy.copy(self._angles), copy.copy(self._echo)
-        if self.h2o_config.shares_by_echo:
-            guard.makes_pool = functools.partial(CrossHeadBudget, self.plans, alike=self._alike)
         if compileable:
             guard.count_in_tensor()
         own = self._empty

@@ -53,20 +53,15 @@ def plan_pass(cache: Any, new: int) -> ForwardPass:
     if text is None:
         then = NewColumns(new).advance(before, None, guard.records_passes)
         return ForwardPass(before, then, new)
-    _check_model(cache, text.config)
-    tokens: list[int] | None = [0]
-    is_step = is_on_gpu = False
+    if text.config is not guard.checked_config:
+        _check_model(cache, text.config)
+    tokens, is_step, is_read = [0], False, True
     if seen:
-        _check_can_continue(seen, text)
-        if is_on_gpu := _is_step_on_gpu(text, new):
-            tokens, is_step = None, True
-        else:
-            tokens = _tokens_seen(cache, seen, text.mask)
-            is_step = _check_continuation(cache, seen, text, new, tokens)
+        tokens, is_step, is_read = _check_continuation(cache, seen, text, new)
     columns = _new_columns(guard, text, seen, new)
     if columns.mask is not None and tokens and 0 in tokens and seen and not before.unscored:
         check_late_rows(guard, tokens, columns.mask)
-    if guard.counts_padding and not (is_on_gpu and not before.ends_in_padding):
+    if guard.counts_padding and (is_read or before.ends_in_padding):
         columns = columns._replace(whole_mask=_padding_mask(guard, text.mask, seen, new))
     if guard.only_scores:
         return ForwardPass(before, before, new)
@@ -92,7 +87,7 @@ def _new_columns(guard: PassGuard, text: ModelCall, seen: int, new: int) -> NewC
 
 def _check_model(cache: Any, config: Any) -> None:
     """Raise ValueError if a cache was made for another model than the one with this config."""
-    if not isinstance(config, PreTrainedConfig) or id(config) == cache.guard.checked_config:
+    if not isinstance(config, PreTrainedConfig):
         return
     reason = difference(config, cache.model_shape, {})
     reason = reason or rotary_difference(config, json.loads(cache.model_settings))
@@ -101,7 +96,7 @@ def _check_model(cache: Any, config: Any) -> None:
             f"this cache was made for another model: {reason}. Make the H2OCache from the config "
             "of the model that uses it"
         )
-    cache.guard.checked_config = id(config)  # comparing takes longer than a decode step's checks
+    cache.guard.checked_config = config  # comparing takes longer than a decode step's checks
 
 
 def check_ids(text: SeenText, ids: Tensor, mask: Tensor | None = None) -> None:
@@ -138,19 +133,6 @@ _LOST_TURN = (
 """Advice for a server whose client has disconnected, or whose streamer raised an error"""
 
 
-def _check_can_continue(seen: int, text: ModelCall) -> None:
-    """Raise an error for a pass that no cache with `seen` columns can continue."""
-    if text.positions is not None and text.positions.numel() == 0:
-        # With prefill_chunk_size generate() prefills ids of the text seen again if none are left.
-        raise no_new_tokens(seen)
-    if text.is_injected:
-        raise UnsupportedError(
-            "a wrapper inserts embeddings before every decode step. With transformers 5.24 or "
-            "later PEFT's prompt tuning mistakes each step for a prompt, because it does not find "
-            "the cache under its new name. Use h2o.generate_all, or transformers before 5.24"
-        )
-
-
 def _tokens_seen(cache: Any, seen: int, mask: Tensor | None) -> list[int] | None:
     """Number of tokens in each row [B], or a single one for all rows; None if unknown."""
     plans = cache.guard.plans
@@ -165,11 +147,29 @@ def _tokens_seen(cache: Any, seen: int, mask: Tensor | None) -> list[int] | None
 
 
 def _check_continuation(
-    cache: Any, seen: int, text: ModelCall, new: int, tokens: list[int] | None
-) -> bool:
-    """Check mask, ids and positions of a pass that follows `tokens` in each row. Return whether it
-    is a decode step that has the next position of each row."""
+    cache: Any, seen: int, text: ModelCall, new: int
+) -> tuple[list[int] | None, bool, bool]:
+    """Check mask, ids and positions of a pass that follows `seen` columns.
+
+    Returns:
+        The number of tokens in each row before it, as `_tokens_seen`. Whether it is a decode step
+        that has the next position of each row. Whether mask and positions were read: those of a
+        decode step on a GPU are not, since the host would wait for them.
+    """
     mask, positions = text.mask, text.positions
+    if positions is not None and positions.numel() == 0:
+        # With prefill_chunk_size generate() prefills ids of the text seen again if none are left.
+        raise no_new_tokens(seen)
+    if text.is_injected:
+        raise UnsupportedError(
+            "a wrapper inserts embeddings before every decode step. With transformers 5.24 or "
+            "later PEFT's prompt tuning mistakes each step for a prompt, because it does not find "
+            "the cache under its new name. Use h2o.generate_all, or transformers before 5.24"
+        )
+    is_on_cpu = mask is None or mask.is_cpu
+    if new == 1 and not (is_on_cpu and (positions is None or positions.is_cpu)):
+        return None, True, False
+    tokens = _tokens_seen(cache, seen, mask)
     if tokens is not None:
         if mask is not None and mask.shape == (len(tokens), seen + new):
             _check_counts(mask[:, :seen].bool().sum(1).tolist(), tokens, seen)
@@ -179,15 +179,16 @@ def _check_continuation(
     if is_whole and text.dropped is not None and text.dropped.shape[1] == seen:
         check_ids(cache.guard.state.text, text.dropped, mask)
     if tokens is None or positions is None or positions.shape[-1] != new:
-        return False
+        return tokens, False, True
     if len({len(tokens), positions.shape[1]} - {1}) > 1:
-        return False  # wrong batch size, which the first layer reports
+        return tokens, False, True  # wrong batch size, which the first layer reports
     if len(positions) > 1 and chunks_of_prompt() is not None:
-        return False  # computed for the whole prompt, whose images a chunk may cut
+        return tokens, False, True  # computed for the whole prompt, whose images a chunk may cut
     is_relative = cache.config.positions == "cache_relative"  # the cache computes its own
     if is_relative and not positions.any():
-        return False
-    return _check_positions(cache.guard, seen, text, new, tokens, is_relative=is_relative)
+        return tokens, False, True
+    is_step = _check_positions(cache.guard, seen, text, new, tokens, is_relative=is_relative)
+    return tokens, is_step, True
 
 
 def _needs_mask(guard: PassGuard, seen: int, text: ModelCall, tokens: list[int]) -> bool:
@@ -201,13 +202,6 @@ def _needs_mask(guard: PassGuard, seen: int, text: ModelCall, tokens: list[int])
         if row.offset is None or n + row.offset != seen:
             return True
     return False
-
-
-def _is_step_on_gpu(text: ModelCall, new: int) -> bool:
-    """Whether this is a decode step whose tensors are on a GPU. Checking would stall each step."""
-    mask, positions = text.mask, text.positions
-    is_elsewhere = mask is not None and not mask.is_cpu
-    return new == 1 and (is_elsewhere or (positions is not None and not positions.is_cpu))
 
 
 def _check_counts(said: list[int], tokens: list[int], seen: int) -> None:
@@ -230,8 +224,8 @@ def _check_positions(
     is_relative: bool,
 ) -> bool:
     """Check that no new token has the position of an earlier one. If the model or `generate()`
-    computed the positions, also check that they continue the row's numbering. Return as
-    `_check_continuation`.
+    computed the positions, also check that they continue the row's numbering. Return whether each
+    row gets a token at its next position.
 
     Args:
         tokens: number of tokens in each row, or in all, before the pass.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from h2o import ops
 from h2o.quantization import dequantize
-from h2o.slots import PER_ROW, PER_SLOT, empty_value
+from h2o.slots import PER_ROW, PER_SLOT, empty_slots, empty_value
 
 Budgets = list[list[tuple[int, int]]]
 """(heavy, recent) by row and head. A row has one pair per head, or a single pair for all heads."""
@@ -90,8 +90,8 @@ def widest_budgets(by_row: Budgets, sinks: int) -> list[int]:
 
 def create_slots(keys: Tensor, sizes: list[int], by_row: Budgets, **kind: Any) -> ops.Slots:
     """Create slots for keys like `keys` [B, G, any, D]. `sizes`: `Capacity.sizes`. `kind`: other
-    arguments of `new_slots`."""
-    slots = ops.new_slots(keys, sizes[0] if len(sizes) == 1 else sizes, **kind)
+    arguments of `empty_slots`."""
+    slots = empty_slots(keys, sizes[0] if len(sizes) == 1 else sizes, **kind)
     put_budgets(slots, by_row)
     return slots
 

@@ -62,6 +62,11 @@ class PassGuard:
         last: int = 0,
         with_states: Iterable[int] = (),
         pins: Pins = NO_PINS,
+        *,
+        plans: Mapping[int, LayerPlan] | None = None,
+        makes_pool: Callable[[], Any] | None = None,
+        drops_cache_after: float | None = None,
+        config: Any = None,
     ) -> None:
         """
         Args:
@@ -70,11 +75,16 @@ class PassGuard:
             kinds: the kind of each layer (`h2o.hf.model_traits.layer_kinds`).
             last: the last layer that attends to an earlier layer's keys, or 0.
             with_states: the layers that have states.
+            plans: budgets of the H2O layers, by layer number.
+            makes_pool: makes the `CrossHeadBudget` that the layers share for one prompt. None: they
+                share none.
+            drops_cache_after: see `h2o.hf.support.drops_cache_after`.
+            config: the model's config. None: any model may use the cache.
         """
         if prompt_length is not None:
             prompt_length = check_prompt_length(prompt_length)
-        self.plans: Mapping[int, LayerPlan] = {}
-        """Budgets of the H2O layers, by layer number"""
+        self.plans: Mapping[int, LayerPlan] = plans or {}
+        self.makes_pool = makes_pool
         self.kinds = kinds
         self.storing = [index for index, kind in enumerate(kinds) if kind != "none"]
         """The layers that store something in every forward pass"""
@@ -88,23 +98,20 @@ class PassGuard:
         """Whether some layers are transformers' own with a sliding window, which store padding"""
         self.counts_padding = self.has_states or self.has_windows
         """Whether any layer treats padding that follows a token as text"""
-        self.drops_cache_after: float | None = None
-        """See `h2o.hf.support.drops_cache_after`"""
-        self.has_rope_deltas = False
+        self.drops_cache_after = drops_cache_after
+        text_config = None if config is None else config.get_text_config(decoder=True)
+        self.has_rope_deltas = text_config is not config
         """Whether the model may keep `rope_deltas`, as models for more than text do"""
+        self.checked_config = text_config
+        """The config, of a model's text part, that the cache was made for or compared with"""
         self.has_independent_rows = False
         """Whether the rows are independent conversations, as in `generate_all`"""
-        self.makes_pool: Callable[[], Any] | None = None
-        """Makes the `CrossHeadBudget` that the layers share for one prompt; None if they share
-        none"""
         self.records_passes = False
         """Whether passes are recorded, so that `H2OCache.crop` can take back their columns"""
         self.only_scores = False
         """Whether passes only add attention to the scores of stored keys, and store no new keys"""
         self.pins = pins
         self.origin = WeightsOrigin()
-        self.checked_config = 0
-        """`id` of the config of the model that has been compared with the cache's"""
         self.counter: Tensor | None = None
         """Number of columns seen, which captured graphs count by themselves"""
         self.state = CacheState()
@@ -122,7 +129,7 @@ class PassGuard:
         """The inputs of the pass, if the caller of the model tells them"""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "planned": None, "told": None}
+        return {**self.__dict__, "planned": None, "told": None, "checked_config": None}
 
     @property
     def columns(self) -> Any:
@@ -151,7 +158,8 @@ class PassGuard:
 
         Raises:
             RuntimeError: another thread is running a forward pass, an earlier layer's keys never
-                reached its attention, or the last pass was interrupted.
+                reached its attention, the layer has stored others in this pass, or the last pass
+                was interrupted.
         """
         if torch.compiler.is_compiling():  # a captured graph cannot query the thread
             self.check_keys_arrived()
@@ -163,6 +171,8 @@ class PassGuard:
             self.check_keys_arrived()
         if Q is None:
             return
+        if layer in the_pass.stored:
+            raise RuntimeError(disagreement_message(the_pass, self.counting))
         the_pass.waiting = layer
         if the_pass.columns is None:  # the model does not announce its passes
             the_pass.columns = Q
@@ -171,7 +181,8 @@ class PassGuard:
 
     def _begin(self, Q: int | None) -> ForwardPass:
         with _lock:
-            self.check_complete()
+            if self.current is not None or self.finished is not None:
+                self.check_complete()
             the_pass = self.planned
             if the_pass is not None and the_pass.thread != threading.get_ident():
                 raise in_use_elsewhere()
@@ -200,16 +211,10 @@ class PassGuard:
         if the_pass is not None and not torch.compiler.is_compiling():
             the_pass.accesses[layer] += 1
 
-    def layer_stored(self, layer: int) -> None:
-        """Record that a layer has stored its new keys."""
-        if (the_pass := self.current) is not None:
-            if layer in the_pass.stored:
-                raise RuntimeError(disagreement_message(the_pass, self.counting))
-            the_pass.stored.append(layer)
-
     def layer_done(self, layer: int) -> None:
-        """Record that a layer is done with its new keys. The last layer that stores any commits the
-        pass, and the last one that attends to them ends it."""
+        """Record that a layer is done with its new keys, once it has added itself to
+        `ForwardPass.stored`. The last layer that stores any commits the pass, and the last one that
+        attends to them ends it."""
         the_pass = self.current
         if the_pass is not None:
             the_pass.waiting = None
@@ -292,8 +297,6 @@ class PassGuard:
     def check_complete(self) -> None:
         """Raise RuntimeError if another thread is within a forward pass, or if the last pass was
         interrupted. A pass that has stored nothing is forgotten."""
-        if self.current is None and self.finished is None:
-            return
         self.check_thread()
         if message := self._interruption():
             raise RuntimeError(message)

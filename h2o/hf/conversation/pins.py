@@ -120,7 +120,9 @@ class PinnedRows(NamedTuple):
 
     def counts(self, rows: int, sinks: int) -> list[int]:
         """Number of pinned keys in each of `rows` rows, not counting the sinks."""
-        return [count(row, sinks) for row in self.each(rows)] or [0] * rows
+        if not self.rows:
+            return [0] * rows
+        return [count(row, sinks) for row in self.each(rows)]
 
     def each(self, rows: int) -> Sequence[Row]:
         """Spans of each of `rows` rows; empty if nothing is pinned."""
@@ -129,8 +131,10 @@ class PinnedRows(NamedTuple):
     def has_pending(self, lengths: Sequence[int]) -> bool:
         """Whether pinned tokens are yet to arrive in rows that have seen these numbers of
         tokens."""
+        if not self.rows:
+            return False
         ends = [row[-1][1] if row else 0 for row in self.each(len(lengths))]
-        return any(n < end for n, end in zip(lengths, ends, strict=bool(ends)))
+        return any(n < end for n, end in zip(lengths, ends, strict=True))
 
     def score(self, scores: Tensor, positions: Tensor) -> Tensor:
         """Set scores [B, G, Q] to infinity where positions [B, 1, Q] (-1 at padding) are pinned."""

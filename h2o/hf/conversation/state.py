@@ -248,7 +248,7 @@ def broadcast(*lists: Sequence[Any]) -> list[tuple[Any, ...]]:
 def merge(rows: Iterable[RowState]) -> tuple[RowState, ...]:
     """A single state instead of equal ones."""
     rows = tuple(rows)
-    return rows[:1] if all(row == rows[0] for row in rows) else rows
+    return rows[:1] if rows[:1] * len(rows) == rows else rows
 
 
 def change_list(change: Callable[[Tensor], Tensor], rows: Sequence[Any]) -> list[Any]:

@@ -113,7 +113,8 @@ class H2OLayer(BaseLayer):
                 "does not support repeated forward passes: switch gradient checkpointing off"
             )
         try:
-            call.check()
+            if call.unsupported is not None:
+                raise call.unsupported
             state, is_prompt = guard.state, self.slots is None or guard.state.unscored
             # Some models do not pass use_cache on to their layers, where it defaults to False. It
             # really is False if the whole text comes again together with its first new token.
@@ -125,7 +126,9 @@ class H2OLayer(BaseLayer):
                 raise ValueError(WITHOUT_CACHE)
             if not compiling and self.layer_idx == next(iter(guard.plans), self.layer_idx):
                 guard.origin.check(call.module, begins=self.slots is None)
-            query, key, value = as_autocast(call.query, call.key, call.value)
+            query, key, value = call.query, call.key, call.value
+            if not query.dtype == key.dtype == value.dtype:
+                query, key, value = as_autocast(query, key, value)
             dtype = query.dtype
             tokens = self.variant.tokens(self, query, key, value, call)
             if is_prompt:

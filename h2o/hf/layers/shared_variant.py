@@ -95,7 +95,8 @@ class SharedVariant(PlainVariant):
     def attend_later(self, layer: Any, call: AttentionCall) -> Tensor:
         """Output [B, P, H, D] of a later layer. Neither keys nor scores change."""
         later = call.module.layer_idx
-        call.check()
+        if call.unsupported is not None:
+            raise call.unsupported
         if self.attended is None:
             raise RuntimeError(
                 f"layer {later} attends to keys of layer {layer.layer_idx} whose "

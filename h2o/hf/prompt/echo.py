@@ -26,6 +26,7 @@ from torch import Tensor
 from h2o import backends, ops
 from h2o.hf.rotary.model_rotary import rotate
 from h2o.policy import BEFORE
+from h2o.slots import empty_slots
 
 ENTRIES = 1 << 21
 """Maximum number of attention entries in memory at a time, if torch computes them"""
@@ -150,7 +151,7 @@ class _HeldKeys:
         self.first, self.how, n = keys[None, :, :1], how, keys.shape[1] - 1
         self.held = None
         if n > 0:
-            self.held = ops.new_slots(keys[None], n, shared=True)
+            self.held = empty_slots(keys[None], n, shared=True)
             self.held.keys[0] = keys[:, 1:]
             self.held.positions[:] = torch.arange(n, dtype=torch.int32, device=keys.device)
             self.held.seen_tokens[:] = n
