@@ -174,9 +174,8 @@ def log_sums(
     """
     _check_memory(slots, query=query, keys=keys, mask=mask, sink_logits=sink_logits)
     scale, out, scores = _fill_in(query, keys, scale, None, float32=None)
-    sums = None
-    if get_4d_sizes(query) is not None:
-        sums = new_tensor(query, tuple(query.shape[:3]), "float32")
+    sizes = get_4d_sizes(query)
+    sums = None if sizes is None else new_tensor(query, sizes[:3], "float32")
     values = keys if slots is None or slots.values is not None else None
     backends.backend_for(query).attend(
         query, keys, values, mask, slots, out, scores, scale, softcap, PAPER, sink_logits, sums,
@@ -389,18 +388,13 @@ def _fill_in(
     (B, H, Q, D), G = sizes, key_sizes[1]
     if out is None:
         out = new_tensor(query, (B, Q, H, D))
-    for dtype, given in by_key.items():
-        by_key[dtype] = new_tensor(query, (B, G, Q), dtype) if given is None else given
-    return scale, out, *by_key.values()
+    made = [new_tensor(query, (B, G, Q), x) if y is None else y for x, y in by_key.items()]
+    return scale, out, *made
 
 
 def _check_memory(slots: Slots | None, rotary: Rotary | None = None, **tensors: Tensor) -> None:
     """Check the operands of an operation (`h2o.tensors.check_memory`)."""
     if isinstance(slots, Slots):
-        tensors |= zip(_SLOTS, slots, strict=True)
-    if rotary is not None:
-        tensors |= {"rotary.table": rotary[0], "rotary.ranks": rotary[1]}
+        tensors |= zip(map("slots.{}".format, slots._fields), slots, strict=True)
+    tensors |= {} if rotary is None else {"rotary.table": rotary[0], "rotary.ranks": rotary[1]}
     check_memory(tensors)
-
-
-_SLOTS = tuple(f"slots.{name}" for name in Slots._fields)

@@ -641,7 +641,7 @@ def test_one_line_says_what_is_wrong(line, code, words, without_torch):
 
 
 COMMANDS = (
-    "info", "generate", "analyze", "bench", "calibrate --text FILE --output x.json",
+    "info", "generate", "analyze", "recommend", "calibrate --text FILE --output x.json",
 )  # fmt: skip
 
 
@@ -672,9 +672,9 @@ COMMANDS = (
         ("eval --tasks copa --profile no/such/file --compare calibrated:0.2", "no/such/file"),
         ("eval --perplexity FILE --compare full,h2o:8+many", "h2o:8+many"),
         ("eval --needle FILE --compare full,h2o:8+8 --lengths 64 128", "128 belongs to no option"),
-        ("bench --rounds 0", "--rounds: must be at least 1"),
-        ("bench --tokens 0", "--tokens: must be at least 1"),
-        ("bench --prompts 512 0", "--prompts: must be at least 1"),
+        ("recommend --texts 0", "--texts: must be at least 1"),
+        ("recommend --length 0", "--length: must be at least 1"),
+        ("recommend --minutes -1", "argument --minutes: -1.0 is no time"),
         ("eval --tasks copa --limit 0", "0 is neither a number of rows"),
         ("eval --tasks copa --limit=-3", "-3 is neither a number of rows"),
         ("eval --tasks copa --limit nan", "nan is neither a number of rows"),
@@ -682,7 +682,10 @@ COMMANDS = (
         ("eval --tasks copa --compare full,foo", "setting 'foo': unknown; choose from full"),
         ("generate --compare full,locl:0.2", "setting 'locl:0.2': unknown; did you mean local?"),
         ("generate --compare ful,local:0.2", "setting 'ful': unknown; did you mean full?"),
-        ("bench --budgets 0.1,ten", "'ten' is not an amount: write a number of tokens, such as"),
+        (
+            "recommend --budgets 0.1,ten",
+            "'ten' is not an amount: write a number of tokens, such as",
+        ),
         ("generate --budget 20%", "--budget: '20%' is not an amount: write a number of tokens"),
         ("generate --budget 35%", "or a fraction, such as 0.35"),
         ("generate --budget 350%", "or a fraction, such as 0.2"),
@@ -723,9 +726,9 @@ def test_one_line_says_which_argument_is_wrong(line, words, capfd, tmp_path, mon
     ("arguments", "code", "words"),
     [
         (["eval", "--help"], 0, ""),
-        (["bench", "--help"], 0, ""),
-        (["bench", "--budgets", "few"], 2, "'few' is not an amount"),
-        (["bench"], 1, install_command("hf")),
+        (["recommend", "--help"], 0, ""),
+        (["recommend", "--budgets", "few"], 2, "'few' is not an amount"),
+        (["recommend"], 1, install_command("hf")),
         (["eval", "--perplexity", "README.md"], 1, install_command("hf")),
     ],
 )

@@ -255,7 +255,7 @@ COMMANDS = [
 def test_commands_are_found():
     assert len(COMMANDS) > 20
     assert {command.split()[0] for command in COMMANDS} >= {
-        "generate", "info", "eval", "analyze", "calibrate", "bench",
+        "generate", "info", "eval", "analyze", "calibrate", "recommend",
     }  # fmt: skip
 
 

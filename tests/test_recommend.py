@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 
 import pytest
 
@@ -12,6 +13,7 @@ pytest.importorskip("transformers")
 
 from h2o import cli, load_model  # noqa: E402
 from h2o.evaluation import generation, recommendation, setting  # noqa: E402
+from h2o.evaluation.kept_rule import is_followed, make_chat  # noqa: E402
 from h2o.evaluation.recommendation import Cost, Reader, verdict  # noqa: E402
 from tests.test_cli import tiny  # noqa: E402, F401
 
@@ -118,7 +120,7 @@ def test_the_table_for_readers(tiny, capsys, tmp_path):  # noqa: F811
 
 # ---- The verdict ---------------------------------------------------------------------------------
 
-BITS = Cost("budget:1.0", 1.0, 0.01, 0.98, 0.0, 0.0, 24, 24, 0.41, 1.0, 0.01, 1.1)
+BITS = Cost("budget:1.0", 1.0, 0.01, 0.98, 0.0, 0.0, 24, 24, 8, 8, 0.41, 1.0, 0.01, 1.1)
 
 
 def cost(budget, lost=0.0, found=24, known=24, **changes):
@@ -158,6 +160,33 @@ def test_facts_that_the_model_does_not_find_say_nothing():
     text = verdict([BITS, cost(0.2, found=1, known=5)])
     assert text.startswith("Use budget=0.2")
     assert "the model itself finds only 5 facts, too few to tell" in text
+
+
+def test_a_rule_that_is_forgotten():
+    text = verdict([BITS, cost(0.2, followed=5)])
+    assert "is followed in 5 of 8 chats, so pin such messages (pinned=)" in text
+
+
+def test_the_rule_of_a_chat():
+    """The turns are the template's own, and a cache reads them one by one. A model without training
+    does not follow the rule, but one that always says the code word does."""
+    model, tokenizer = load_model()
+    chat = make_chat(tokenizer, ["The lamp was lit.", "The tide turned."], random.Random(0))
+    read = tokenizer.decode(chat.ids[0])
+    assert [read.count(x) for x in ("Follow one rule", "The lamp was lit.", "I have read it.")] == [
+        1, 1, 2
+    ]  # fmt: skip
+    assert [tokenizer.decode(chat.ids[0, :n])[-10:] for n in chat.ends] == ["assistant\n"] * 4
+    word = tokenizer.decode(chat.answer)
+    assert f"the single word {word} and" in read
+    reader = Reader(model, tokenizer, setting.parse("full"))
+    text = reader.predict(chat.ids[0].tolist(), chat.answer)
+    follows = text.argmax(-1).tolist() == chat.answer
+    assert is_followed(reader, chat) == follows
+    says = text.argmax(-1).tolist()[:1]
+    assert is_followed(reader, chat._replace(answer=says))
+    tokenizer.chat_template = None
+    assert make_chat(tokenizer, ["The lamp was lit."], random.Random(0)) is None
 
 
 # ---- What is wrong -------------------------------------------------------------------------------

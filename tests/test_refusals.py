@@ -57,7 +57,7 @@ def folders(tiny, tmp_path_factory):  # noqa: F811
 GENERATE = "generate --max-new-tokens 2 --prompt TEXT"
 EVAL = "eval --perplexity FILE --output-path OUT --window 60 --limit 1"
 NEEDLE = "eval --needle FILE --output-path OUT --lengths 50 --limit 1"
-BENCH = "bench --prompts 20 --tokens 2 --rounds 1"
+RECOMMEND = "recommend --text FILE --output OUT --length 20 --texts 1"
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ BENCH = "bench --prompts 20 --tokens 2 --rounds 1"
         (f"{EVAL} --compare full,h2o:8+8/kv_dtype=int8-int4", "head_dim 24", "multiple of 32"),
         (f"{EVAL} --compare full,h2o:8+8 --device nope", "llama", "--device nope"),
         (f"{NEEDLE} --compare full,h2o:8+8/positions=cache_relative", "gpt2", "no rotary"),
-        (f"{BENCH} --compare h2o:8+8", "falcon", OF_OTHERS),
+        (f"{RECOMMEND} --compare h2o:8+8", "falcon", OF_OTHERS),
         ("analyze --text FILE --output OUT/page.html", "gpt_neo", OF_OTHERS),
         ("calibrate --text FILE --output OUT/profile.json", "gpt_neo", "gpt_neo"),
     ],

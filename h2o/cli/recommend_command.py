@@ -42,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = (
         "facts: sentences hidden among others of their kind, asked about after eviction; only "
-        "those count that the full cache finds. same token: how often the most likely next token "
+        "those count that the full cache finds. rule: whether the first message of a chat is still "
+        "obeyed after four others. same token: how often the most likely next token "
         "is the full cache's. KL: divergence from its prediction, in nats. lost: increase of the "
         "loss, in nats per token. random-bytes evicts at random: what a budget has to beat."
     )
@@ -131,12 +132,15 @@ def format_result(result: dict[str, Any], costs: list[Cost]) -> str:
         error = f" ±{cost.lost_error:.3f}" if cost.lost_error else ""
         rows.append(
             [
-                cost.setting, f"{cost.found}/{cost.known}", f"{cost.same:.1%}",
+                cost.setting, f"{cost.found}/{cost.known}",
+                "" if cost.followed is None else f"{cost.followed}/{cost.chats}",
+                f"{cost.same:.1%}",
                 f"{cost.divergence:.4f}", f"{cost.lost:.3f}{error}", *timed,
             ]
         )  # fmt: skip
     header = (
-        "cache", "facts", "same token", "KL", "lost", "bytes", "prefill s", "ms per token", "",
+        "cache", "facts", "rule", "same token", "KL", "lost", "bytes", "prefill s", "ms per token",
+        "",
     )  # fmt: skip
     place = machine["name"]
     if machine["device"] == "cpu":

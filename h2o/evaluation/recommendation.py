@@ -1,12 +1,13 @@
 """What eviction costs one model on one text, budget by budget, and which budget to use.
 
-Three measurements, each compared with the full cache on the same pieces of the text:
+Four measurements, each compared with the full cache on the same pieces of the text:
 
 - agreement: after a piece is read, the text that follows is fed token by token. How far is the
   prediction of each token from the full cache's (Kullback-Leibler divergence), how often is the
   most likely token the same, and how much is lost of the text's own likelihood?
 - facts: sentences are hidden in a piece (`h2o.evaluation.hidden_facts`) and asked about. How many
   of the facts that the full cache finds are found?
+- rule: does the model still follow the first message of a chat (`h2o.evaluation.kept_rule`)?
 - speed: time of the prefill and of a token, and bytes (`h2o.evaluation.speed`).
 
 Each result is stored as soon as it is measured, so a run that was cut off continues.
@@ -31,6 +32,7 @@ from h2o.errors import UserError
 from h2o.evaluation import protocols, speed
 from h2o.evaluation.facts import KINDS
 from h2o.evaluation.hidden_facts import draw_alike, encode, find_facts, hide
+from h2o.evaluation.kept_rule import TURNS, is_followed, make_chat
 from h2o.evaluation.setting import Setting, parse
 from h2o.hf.attention.attention import switch
 from h2o.hf.cache.cache import H2OCache
@@ -86,6 +88,11 @@ class Cost:
     """Number of facts found among those that the full cache finds"""
     known: int
     """Number of facts that the full cache finds"""
+    followed: int | None
+    """Number of chats in which the rule is followed, among those in which it is with the full
+    cache; None for random eviction"""
+    chats: int
+    """Number of chats in which the rule is followed with the full cache"""
     bytes_ratio: float | None = None
     """Bytes relative to the full cache's; None for random eviction, which no cache has"""
     prefill_seconds: float | None = None
@@ -195,9 +202,15 @@ class Study:
         for number, setting in itertools.product(range(len(self.starts)), self.settings):
             if number and time.monotonic() > end:
                 return
-            self._need("facts", setting, number, self._ask, log)
-            if setting is not FULL:
-                self._need("agreement", setting, number, self._compare, log)
+            for what in self._measured(setting):
+                measure = {"facts": self._ask, "rule": self._chat, "agreement": self._compare}[what]
+                self._need(what, setting, number, measure, log)
+
+    @staticmethod
+    def _measured(setting: Setting) -> list[str]:
+        """What is measured of a setting, on each piece."""
+        is_cache = not setting.is_random  # a simulation has no turns
+        return ["facts", *["rule"] * is_cache, *["agreement"] * (setting is not FULL)]
 
     @property
     def pieces(self) -> list[int]:
@@ -208,8 +221,7 @@ class Study:
             if all(
                 self._result(what, setting, number) is not None
                 for setting in self.settings
-                for what in ("facts", "agreement")
-                if (what, setting) != ("agreement", FULL)
+                for what in self._measured(setting)
             )
         ]
 
@@ -235,8 +247,15 @@ class Study:
             lost_error=statistics.stdev(lost) / len(lost) ** 0.5 if len(lost) > 1 else 0.0,
             found=sum(a and b for a, b in zip(each, full, strict=True)),
             known=sum(full),
+            followed=None if setting.is_random else sum(self._follows(setting)),
+            chats=sum(self._follows(FULL)),
             **self._times(setting),
         )
+
+    def _follows(self, setting: Setting) -> list[bool]:
+        """In which of the chats in which the full cache follows the rule this setting does too."""
+        here, full = ([self._result("rule", x, i) for i in self.pieces] for x in (setting, FULL))
+        return [a and b for a, b in zip(here, full, strict=True)]
 
     # ---- Measurements ------------------------------------------------------------------------
 
@@ -269,6 +288,17 @@ class Study:
         asked = [(x.question, x.answer) for x in hidden]
         text = encode(self.tokenizer, hide(piece, hidden, depths), asked)
         return find_facts(Reader(self.model, self.tokenizer, setting), *text)
+
+    def _chat(self, setting: Setting, number: int) -> bool:
+        """Whether the rule of a chat about one piece is followed; False without a chat template."""
+        start, each = self.starts[number], self.length // TURNS
+        parts = [
+            self.tokenizer.decode(self.ids[start + turn * each : start + (turn + 1) * each])
+            for turn in range(TURNS)
+        ]
+        chat = make_chat(self.tokenizer, parts, random.Random(number))
+        reader = Reader(self.model, self.tokenizer, setting)
+        return chat is not None and is_followed(reader, chat)
 
     def _time(self, _: Setting, number: int, length: int | None = None) -> dict[str, speed.Sample]:
         """Time each cache once, in another order in each round."""
@@ -338,6 +368,11 @@ def verdict(costs: Sequence[Cost]) -> str:
         )
     chosen, smaller = holding[-1], budgets[len(holding) :]
     text = f"Use budget={chosen.budget}: it {_gains(chosen)}, and {_losses(chosen)}."
+    if chosen.followed is not None and chosen.followed < chosen.chats:
+        text += (
+            f" A rule in the first message of a chat is followed in {chosen.followed} of "
+            f"{chosen.chats} chats, so pin such messages (pinned=)."
+        )
     return text + (f" budget={smaller[0].budget} {_losses(smaller[0])}." if smaller else "")
 
 

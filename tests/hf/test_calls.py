@@ -8,10 +8,10 @@ from h2o.hf.layers import layer
 from tools.count_calls import passes
 
 BOUNDS = {
-    "prompt, heavy, recent": (400, 34),
-    "step, heavy, recent": (75, 20),
-    "prompt, budget=0.2": (600, 40),
-    "step, budget=0.2": (75, 20),
+    "prompt, heavy, recent": (231, 31),
+    "step, heavy, recent": (63, 19),
+    "prompt, budget=0.2": (367, 37),
+    "step, budget=0.2": (63, 19),
 }
 
 

@@ -16,6 +16,7 @@ from h2o import H2OCache, H2OConfig, UnsupportedError, simulated, supports
 from h2o.compat import with_cache
 from h2o.config.layer_plan import LayerPlan
 from h2o.evaluation.published_masks import MASKS
+from h2o.hf.attention.attention import h2o_attention_forward
 from h2o.hf.attention.attention_call import AttentionCall
 from h2o.hf.conversation.state import CacheState
 from h2o.hf.layers import shared_variant
@@ -141,7 +142,7 @@ def test_training_is_refused_in_later_layers_too():
     layer.attend(AttentionCall(OWN, query, key, value))
     training = Attention(1, training=True)
     with pytest.raises(RuntimeError, match="for inference"):
-        layer.attend(AttentionCall(training, query, key, value))
+        h2o_attention_forward(training, query, key, value, None)
     out = layer.attend(AttentionCall(LATER, query, key, value))
     with pytest.raises(RuntimeError, match="has no gradient"):
         out.sum().backward()

@@ -349,8 +349,7 @@ class H2OCache(CacheInspection):
             raise
         if not isinstance(layer, H2OLayer):  # transformers' own layer has stored its keys by now
             free_keys_before_window(layer)
-            if guard.current is not None:
-                guard.current.stored.append(layer_idx)
+            guard.layer_stored(layer_idx)
             guard.layer_done(layer_idx)
         return keys_and_values
 

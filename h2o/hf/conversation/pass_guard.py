@@ -158,8 +158,7 @@ class PassGuard:
 
         Raises:
             RuntimeError: another thread is running a forward pass, an earlier layer's keys never
-                reached its attention, the layer has stored others in this pass, or the last pass
-                was interrupted.
+                reached its attention, or the last pass was interrupted.
         """
         if torch.compiler.is_compiling():  # a captured graph cannot query the thread
             self.check_keys_arrived()
@@ -171,8 +170,6 @@ class PassGuard:
             self.check_keys_arrived()
         if Q is None:
             return
-        if layer in the_pass.stored:
-            raise RuntimeError(disagreement_message(the_pass, self.counting))
         the_pass.waiting = layer
         if the_pass.columns is None:  # the model does not announce its passes
             the_pass.columns = Q
@@ -211,10 +208,16 @@ class PassGuard:
         if the_pass is not None and not torch.compiler.is_compiling():
             the_pass.accesses[layer] += 1
 
+    def layer_stored(self, layer: int) -> None:
+        """Record that a layer has stored its new keys."""
+        if (the_pass := self.current) is not None:
+            if layer in the_pass.stored:
+                raise RuntimeError(disagreement_message(the_pass, self.counting))
+            the_pass.stored.append(layer)
+
     def layer_done(self, layer: int) -> None:
-        """Record that a layer is done with its new keys, once it has added itself to
-        `ForwardPass.stored`. The last layer that stores any commits the pass, and the last one that
-        attends to them ends it."""
+        """Record that a layer is done with its new keys. The last layer that stores any commits the
+        pass, and the last one that attends to them ends it."""
         the_pass = self.current
         if the_pass is not None:
             the_pass.waiting = None

@@ -143,10 +143,10 @@ class BaseLayer(CacheLayerMixin):
 
     def stored(self, Q: int, mask: Tensor | None) -> None:
         """Record that Q new columns have been stored."""
-        if (the_pass := self.guard.current) is not None:
-            the_pass.stored.append(self.layer_idx)
-            if the_pass.after.waits_for_pins:
-                the_pass.check_pins(self.slots.seen_tokens)
+        self.guard.layer_stored(self.layer_idx)
+        the_pass = self.guard.current
+        if the_pass is not None and the_pass.after.waits_for_pins:
+            the_pass.check_pins(self.slots.seen_tokens)
         if self.trace is not None:
             self.trace.record(self.slots, self.capacity.sizes, Q, mask)
 
