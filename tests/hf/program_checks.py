@@ -17,6 +17,8 @@ def same(layer: H2OLayer, other: H2OLayer, row: int) -> None:
     for head, (got, wanted) in enumerate(zip(positions[row], want[0], strict=True)):
         got, wanted = got[got >= 0].tolist(), wanted[wanted >= 0].tolist()
         assert got == wanted, f"{which}, head {head} holds {got}, not {wanted}"
+    budget, alone = layer.slots.budget[row].tolist(), other.slots.budget[0].tolist()
+    assert budget == alone, f"{which} has the budget {budget}, not {alone}"
     held = want.shape[-1]
     lost = layer.slots.evicted_score[row], other.slots.evicted_score[0]
     near(*lost, f"scores lost by {which}")
@@ -29,6 +31,17 @@ def near(got: Tensor, want: Tensor, what: str, about: float = 1e-3) -> None:
     torch.testing.assert_close(
         got, want, rtol=about, atol=about, msg=lambda text: f"{what}: {text}"
     )
+
+
+def check_evictions(cache: Any, other: Any, mask: Tensor, row: int) -> None:
+    """Check that keys of a row left after as many tokens as in the trace of another cache, which
+    has this row alone. The mask [B, N] is False at padding."""
+    seen = torch.nn.functional.pad(mask[row].cumsum(0), (1, 0))
+    for layer, alike in zip(cache.layers, other.layers, strict=True):
+        if isinstance(layer, H2OLayer) and alike.slots is not None:
+            got = seen[cache.evicted_at(layer.layer_idx)[row][:, mask[row]].long()]
+            want = other.evicted_at(layer.layer_idx)[0]
+            assert torch.equal(got, want.long()), f"trace of layer {layer.layer_idx}, row {row}"
 
 
 def check_budgets(cache: Any, other: Any, row: int) -> None:

@@ -29,7 +29,14 @@ from h2o.compat import with_cache
 from h2o.hf.layers.layer import H2OLayer
 from tests.hf import tiny
 from tests.hf.payload import check_payload, payload
-from tests.hf.program_checks import check_budgets, check_report, check_trace, near, same
+from tests.hf.program_checks import (
+    check_budgets,
+    check_evictions,
+    check_report,
+    check_trace,
+    near,
+    same,
+)
 from tests.hf.program_models import FAMILIES, model_of
 
 Call = tuple[str, dict[str, Any]]
@@ -57,6 +64,8 @@ class Program:
     by_torch: bool = False
     exact: bool = False
     """Whether caches store payload (tests/hf/payload.py) instead of keys and values"""
+    used: bool = False
+    """Whether the cache has read another text before, and was reset"""
     factor: float = 1.0
     """Factor of payload, see `tests.hf.payload.payload`"""
     seed: int = 0
@@ -157,6 +166,9 @@ class Run:
     def read(self, columns: int, left: Sequence[int] = (), right: Sequence[int] = ()) -> None:
         if self.cache is None:
             self.cache = self.new_cache()
+            if self.program.used:
+                self.forward(*self.tokens(columns), self.cache)
+                self.cache.reset()
         ids, mask = self.tokens(columns, left, right)
         self.forward(ids, mask, self.cache)
         self.count(ids, mask)
@@ -429,6 +441,8 @@ class Run:
             for layer, other in zip(self.cache.layers, cache.layers, strict=True):
                 if isinstance(layer, H2OLayer) and other.slots is not None:
                     same(layer, other, number)
+            if self.program.trace:
+                check_evictions(self.cache, cache, torch.cat(self.masks, 1).bool(), number)
         got = self.forward(ids, mask, self.cache)
         for number, (row, cache) in enumerate(zip(self.rows, alone, strict=True)):
             want = self._pass_alone(cache, ids[number].tolist(), len(row.text), row)
