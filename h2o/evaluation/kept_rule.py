@@ -61,7 +61,8 @@ def make_chat(tokenizer: Any, parts: Sequence[str], draw: random.Random) -> Chat
     if any(common_beginning(x, ids) != x for x in pieces):
         return None
     answer = tokenizer(word, add_special_tokens=False)["input_ids"]
-    return Chat(torch.tensor([ids], dtype=torch.long), [len(x) for x in pieces], answer)
+    columns = torch.tensor([ids], dtype=torch.long, device="cpu")
+    return Chat(columns, [len(x) for x in pieces], answer)
 
 
 def is_followed(reader: Any, chat: Chat) -> bool:
