@@ -103,7 +103,7 @@ WANTED = {
 """Pairs that programs must have"""
 
 
-def tested_by(modes: Iterable[Mode]) -> set[Pair]:
+def pairs_tested(modes: Iterable[Mode]) -> set[Pair]:
     """The pairs of these modes that a program with all of them tests.
 
     Some modes hide others: under autocast logits are not compared, a simulation has no cache, and
@@ -132,16 +132,16 @@ def draw(seed: int, modes: int = 8) -> Iterator[Program]:
     number = seed
     while unmet:
         asked = _with_kinds({*unmet[0]})
-        gain = tested_by(asked) & {*unmet}
+        gain = pairs_tested(asked) & {*unmet}
         while len(asked) < modes:
             more = [asked | {mode} for mode in order if mode not in asked]
-            gains = {frozenset(x): tested_by(x) & {*unmet} for x in more if _fits(x)}
+            gains = {frozenset(x): pairs_tested(x) & {*unmet} for x in more if _fits(x)}
             best = max(gains, key=lambda x: len(gains[x]) * (unmet[0] in gains[x]), default=None)
             if best is None or unmet[0] not in gains[best] or len(gains[best]) <= len(gain):
                 break
             asked, gain = {*best}, gains[best]
         program = build(asked, number, with_room=seed % 3 == 1)
-        met = tested_by(modes_of(program))
+        met = pairs_tested(modes_of(program))
         if unmet[0] not in met:
             raise AssertionError(f"{program} was to have {sorted(asked)}")
         unmet = [pair for pair in unmet if pair not in met]

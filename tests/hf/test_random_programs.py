@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from h2o.hf import modes
-from tests.hf.draws import ELSEWHERE, draw, modes_of, tested_by
+from tests.hf.draws import ELSEWHERE, draw, modes_of, pairs_tested
 from tests.hf.faults import FAULTS, ROOT, replaced
 from tests.hf.program_models import FAMILIES
 from tests.hf.programs import Program, run
@@ -58,7 +58,7 @@ def test_programs_that_found_a_fault(name):
 
 def test_every_allowed_pair_meets():
     """A pair of modes whose cell says that programs test it must be in one of them."""
-    met = {pair for program in draw(0) for pair in tested_by(modes_of(program))}
+    met = {pair for program in draw(0) for pair in pairs_tested(modes_of(program))}
     said = {pair for pair, cell in modes.PAIRS.items() if cell == modes.Tested(modes.PROGRAMS)}
     assert said - met == {*ELSEWHERE} & said
     assert len(said & met) > 300
