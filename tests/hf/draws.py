@@ -227,7 +227,9 @@ def build(modes: set[Mode], number: int, *, with_room: bool = False) -> Program:
         settings["positions"] = "cache_relative"
     rows = 1 if M.GENERATE_ALL in modes else chosen.choice([2, 3])
     is_exact = not (is_real or with_room or M.SIMULATED in modes)
-    which = 0 if is_real else 1 if M.SIMULATED in modes else chosen.randrange(len(PINS))
+    which = (
+        0 if M.GENERATE_ALL in modes else 1 if M.SIMULATED in modes else chosen.randrange(len(PINS))
+    )
     program = Program(
         name, settings, _calls(modes, rows, chosen), rows=rows,
         pinned=_pins(modes, rows, which),
