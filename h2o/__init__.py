@@ -42,6 +42,9 @@ if TYPE_CHECKING:  # the names in _LAZY, for type checkers and editors
     from h2o.hf.batching.request import Request as Request
     from h2o.hf.batching.request import Result as Result
     from h2o.hf.cache.cache import H2OCache as H2OCache
+    from h2o.hf.chat.chat_spans import thought_spans as thought_spans
+    from h2o.hf.chat.chat_spans import tool_spans as tool_spans
+    from h2o.hf.chat.chat_spans import without_spans as without_spans
     from h2o.hf.chat.next_turn import next_turn as next_turn
     from h2o.hf.chat.system_turn import system_span as system_span
     from h2o.hf.document.compress import compress_document as compress_document
@@ -73,6 +76,9 @@ _LAZY = {
     "simulated": "h2o.hf.simulation.simulation",
     "supports": "h2o.hf.support",
     "system_span": "h2o.hf.chat.system_turn",
+    "thought_spans": "h2o.hf.chat.chat_spans",
+    "tool_spans": "h2o.hf.chat.chat_spans",
+    "without_spans": "h2o.hf.chat.chat_spans",
 }
 
 __all__ = ["H2OConfig", "Profile", "UnsupportedError", "__version__", "ops", *_LAZY]

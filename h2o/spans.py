@@ -19,6 +19,7 @@ _EXPECTED = (
     "spans [(start, stop), ...] in tokens, a list of such spans for each row, {}, or a bool mask "
     "[rows, columns]"
 )
+_SPANS = _EXPECTED.replace(" {},", "")
 
 
 class GivenPins(NamedTuple):
@@ -32,8 +33,8 @@ class GivenPins(NamedTuple):
     """The number of columns that each row of the mask has at least; 0 without a mask"""
 
 
-def merge_spans(spans: Iterable[Sequence[int]]) -> Row:
-    """Sort spans and merge those that touch or overlap.
+def merge_spans(spans: Iterable[Sequence[int]], name: str = "pinned") -> Row:
+    """Sort spans and merge those that touch or overlap. `name`: the argument, for errors.
 
     Raises: ValueError for a span that is empty or has a negative start.
     """
@@ -41,7 +42,7 @@ def merge_spans(spans: Iterable[Sequence[int]]) -> Row:
     for start, stop in sorted((int(start), int(stop)) for start, stop in spans):
         if not 0 <= start < stop < 2**63:
             raise ValueError(
-                f"pinned has the span ({start}, {stop}); expected 0 <= start < stop < 2**63, "
+                f"{name} has the span ({start}, {stop}); expected 0 <= start < stop < 2**63, "
                 "counted in tokens from the first of the row, without padding"
             )
         if row and start <= row[-1][1]:
@@ -54,6 +55,28 @@ def merge_spans(spans: Iterable[Sequence[int]]) -> Row:
 def runs(numbers: Iterable[int]) -> Row:
     """Group ascending numbers into spans."""
     return merge_spans((i, i + 1) for i in numbers)
+
+
+def size(row: Row) -> int:
+    """Number of positions in the spans."""
+    return count(row, 0)
+
+
+def overlap(row: Row, other: Row) -> Row:
+    """The positions that both rows of spans have."""
+    return [
+        (max(a, start), min(b, stop))
+        for a, b in row
+        for start, stop in other
+        if max(a, start) < min(b, stop)
+    ]
+
+
+def without(row: Row, removed: Row) -> Row:
+    """The spans of `row`, none of which overlaps those of `removed`, in the text without the
+    latter."""
+    before = [size(overlap(removed, [(0, start)])) if start else 0 for start, _ in row]
+    return [(start - n, stop - n) for (start, stop), n in zip(row, before, strict=True)]
 
 
 def count(row: Row, sinks: int) -> int:
@@ -91,18 +114,26 @@ def check_pinned(pinned: Any, names: Sequence[str] = ("prompt",)) -> GivenPins:
         if pinned not in names:
             raise ValueError(wrong("pinned", pinned, expected))
         return GivenPins(pinned)
-    refuse_meta("pinned", pinned)
-    values = _nested_lists(pinned)
+    return check_rows_of_spans("pinned", pinned, expected)
+
+
+def check_rows_of_spans(name: str, value: Any, expected: str = "") -> GivenPins:
+    """Check spans of all rows, spans of each row, or a mask. `expected`: for errors.
+
+    Raises: as `check_pinned`.
+    """
+    refuse_meta(name, value)
+    values = _nested_lists(value)
     if is_list(values):
         are_bools = [is_list(row) and set(map(type, row)) == {bool} for row in values]
         if values and all(are_bools):
             spans = [runs(i for i, x in enumerate(row) if x) for row in values]
             return GivenPins(spans, are_columns=True, columns=min(map(len, values)))
         if all(map(_is_span, values)):
-            return GivenPins([merge_spans(values)] if values else [])
+            return GivenPins([merge_spans(values, name)] if values else [])
         if all(is_list(row) and all(map(_is_span, row)) for row in values):
-            return GivenPins([merge_spans(row) for row in values])
-    raise TypeError(wrong("pinned", pinned, expected))
+            return GivenPins([merge_spans(row, name) for row in values])
+    raise TypeError(wrong(name, value, expected or _SPANS))
 
 
 def check_spans(name: str, value: Any) -> Row:
@@ -111,7 +142,7 @@ def check_spans(name: str, value: Any) -> Row:
     values = _nested_lists(value)
     if not is_list(values) or not all(map(_is_span, values)):
         raise TypeError(wrong(name, value, "spans [(start, stop), ...] in tokens"))
-    return merge_spans(values)
+    return merge_spans(values, name)
 
 
 def _nested_lists(value: Any) -> Any:

@@ -175,6 +175,16 @@ def spans(good: list[tuple[int, int]]) -> list[Odd]:
     ]
 
 
+def unnamed_spans(good: list[tuple[int, int]], several: bool = True) -> list[Odd]:
+    """Spans, and no name such as "prompt". `several`: whether each row may have its own."""
+    plain = [x for x in spans(good) if not isinstance(x.make(), str)]
+    return [*(x for x in plain if several or x.raises), *wrong_kind("nope", "")]
+
+
+def batch_of_ids_or_none(good: Any) -> list[Odd]:
+    return [x for x in batch_of_ids(good) if x.make() is not None]
+
+
 def lengths(good: int) -> list[Odd]:
     """The length of a prompt, or a list with that of each row."""
     return [*integer(good, single=False), *wrong_kind({}, object(), ["4"], [True], [4.0])]

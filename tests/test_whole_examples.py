@@ -36,6 +36,32 @@ def chatting(tiny, tmp_path):  # noqa: F811
     return folder
 
 
+@pytest.fixture
+def with_ends(chatting):
+    """The same, with a template that writes an end after each turn."""
+    tokenizer = AutoTokenizer.from_pretrained(chatting)
+    tokenizer.chat_template = TEMPLATE.replace("}}\n", "}}</turn>\n")
+    tokenizer.save_pretrained(chatting)
+    return chatting
+
+
+def test_an_agent_forgets_old_results(with_ends):
+    out = run("agent.py", "--model", with_ends, "--calls", "12", "--items", "9")
+    rows = [line.split() for line in out.splitlines() if re.match(r" +\d+ ", line)]
+    assert [row[0] for row in rows] == ["10", "12"]
+    (_, read, _, _, left, full, *_), (_, later, _, _, left_later, full_later, *_) = rows
+    assert abs(int(read) - int(later)) < 20, "a turn reads only what is new"
+    assert int(full_later) - int(full) > 2 * (int(left_later) - int(left))
+    assert "evict() has removed" in out
+
+
+def test_a_chat_forgets_its_thoughts(with_ends):
+    out = run("thinking_chat.py", "--model", with_ends, "--turns", "6")
+    rows = [line.split() for line in out.splitlines() if re.match(r" +\d+ ", line)]
+    assert [row[0] for row in rows] == ["5", "6"]
+    assert "evict() has removed" in out
+
+
 def test_pinned_instructions_stay(chatting):
     out = run(
         "pinned_chat.py", "--model", chatting, "--turns", "8", "--every", "4", "--keys", "360",

@@ -50,6 +50,7 @@ class Mode(str, Enum):
     CHUNKS = "a prompt in several forward passes"
     BEAMS = "beam search"
     CROP = "crop()"
+    NAMED_SPANS = "evict()"
     TURNS = "several turns on one cache"
     FORK = "fork()"
     FILE = "save() and load()"
@@ -103,12 +104,15 @@ Cell = Refused | Apart | Tested | Untested
 
 PROGRAMS = "tests/hf/test_random_programs.py"
 """The random programs"""
+SPANS = "tests/hf/test_named_eviction.py"
 
 COUNTS_PADDING = (
     "this model's sliding windows or states would count it as text. Pad on the left "
     '(tokenizer.padding_side = "left"), or give each row its own cache'
 )
 """Also said of masks that a forward pass or a call gets"""
+
+REREAD = "Use a new H2OCache and prefill the text without the spans"
 
 M = Mode
 
@@ -153,6 +157,10 @@ REFUSED: tuple[tuple[Mode, Mode, str], ...] = (
         "recurrent states are sums over all tokens, from which no token can be removed. Call "
         "cache.fork() before you add tokens that you may have to remove",
     ),
+    (M.NAMED_SPANS, M.HYBRID, "recurrent states are sums over all tokens. " + REREAD),
+    (M.NAMED_SPANS, M.LATENT, "h2o cannot rotate a part of a latent row. " + REREAD),
+    (M.NAMED_SPANS, M.TRACE, "it records columns that would be gone. Leave out trace"),
+    (M.NAMED_SPANS, M.COMPILED, "captured steps fill no freed slots. Leave out compileable"),
     (M.GAPS, M.WINDOWS, COUNTS_PADDING),
     (M.GAPS, M.HYBRID, COUNTS_PADDING),
     (
@@ -219,14 +227,14 @@ _FRESH = "each call gets a cache of its own"
 APART: tuple[tuple[Mode, tuple[Mode, ...], str], ...] = (
     (
         M.SIMULATED,
-        (M.CHUNKS, M.BEAMS, M.CROP, M.TURNS, M.FORK, M.FILE, M.ROW_MOVES, M.COMPILED,
-         M.FROM_DYNAMIC, M.GENERATE_ALL, M.REREADING),
+        (M.CHUNKS, M.BEAMS, M.CROP, M.NAMED_SPANS, M.TURNS, M.FORK, M.FILE, M.ROW_MOVES,
+         M.COMPILED, M.FROM_DYNAMIC, M.GENERATE_ALL, M.REREADING),
         _NO_CACHE,
     ),
     (
         M.RANDOM,
-        (M.CHUNKS, M.BEAMS, M.CROP, M.TURNS, M.FORK, M.FILE, M.ROW_MOVES, M.COMPILED,
-         M.FROM_DYNAMIC, M.GENERATE_ALL, M.REREADING, M.PATCHED, M.CACHE_RELATIVE),
+        (M.CHUNKS, M.BEAMS, M.CROP, M.NAMED_SPANS, M.TURNS, M.FORK, M.FILE, M.ROW_MOVES,
+         M.COMPILED, M.FROM_DYNAMIC, M.GENERATE_ALL, M.REREADING, M.PATCHED, M.CACHE_RELATIVE),
         "only a simulation draws keys at random",
     ),
     (M.RANDOM, (M.ECHO, M.SHARED_BUDGET), "a cache has one ranking"),
@@ -242,7 +250,7 @@ APART: tuple[tuple[Mode, tuple[Mode, ...], str], ...] = (
      "h2o.compress_document reads one text of token ids, and has no such argument"),
     (
         M.VLLM,
-        (M.PADDING, M.GAPS, M.CROP, M.TRACE, M.COMPILED, M.FORK, M.FILE, M.ROW_MOVES,
+        (M.PADDING, M.GAPS, M.CROP, M.NAMED_SPANS, M.TRACE, M.COMPILED, M.FORK, M.FILE, M.ROW_MOVES,
          M.AUTOCAST, M.FROM_DYNAMIC, M.GENERATE_ALL, M.PATCHED, M.REREADING, M.SIMULATED),
         _SERVER,
     ),
@@ -257,7 +265,8 @@ TESTED: tuple[tuple[Mode, tuple[Mode, ...], str], ...] = (
     (
         M.TENSOR_PARALLEL,
         (M.HYBRID, M.WINDOWS, M.IMAGES, M.HEAD_BUDGETS, M.ECHO, M.RANDOM, M.BITS, M.FEW_BITS,
-         M.CACHE_RELATIVE, M.PINS, M.TRACE, M.COMPILED, M.PADDING, M.GAPS, M.BEAMS, M.CROP, M.TURNS,
+         M.CACHE_RELATIVE, M.PINS, M.TRACE, M.COMPILED, M.PADDING, M.GAPS, M.BEAMS, M.CROP,
+         M.NAMED_SPANS, M.TURNS,
          M.FORK, M.FILE, M.ROW_MOVES, M.AUTOCAST, M.TORCH_BACKEND, M.GENERATE_ALL, M.PATCHED,
          M.SIMULATED),
         "tests/hf/test_parallel.py::test_two_processes_give_what_one_gives",
@@ -311,6 +320,8 @@ TESTED: tuple[tuple[Mode, tuple[Mode, ...], str], ...] = (
         (M.CROP, M.TURNS, M.FORK, M.FILE, M.ROW_MOVES),
         "tests/hf/test_compress.py::test_it_goes_on_as_any_other_cache",
     ),
+    (M.NAMED_SPANS, (M.BITS, M.FEW_BITS, M.AUTOCAST), f"{SPANS}::test_keys_are_rotated_as_stored"),
+    (M.NAMED_SPANS, (M.REREADING,), f"{SPANS}::test_a_compressed_document"),
     (
         M.VLLM,
         (M.HEAD_BUDGETS, M.SHARED_BUDGET, M.ECHO, M.BITS, M.FEW_BITS),

@@ -113,8 +113,14 @@ def everything(model, folder, profile):
     }.items():
         more = torch.cat([ids, *prompts(5)], dim=1).repeat(2 if name == "forked" else 1, 1)
         results[name] = greedy(model, {"input_ids": more}, 20, **with_cache(again)), kept(again)
-    if "states" in support.layers:  # recurrent states cannot be rolled back
+    if "states" in support.layers:  # of which no token can be removed
         return results
+    cache = H2OCache(model.config, config)
+    with torch.no_grad():
+        model(ids, **with_cache(cache))
+    cache.evict([(3, 9)], ids=ids)
+    more = torch.cat([ids[:, :3], ids[:, 9:], *prompts(5)], dim=1)
+    results["evict"] = greedy(model, {"input_ids": more}, 20, **with_cache(cache)), kept(cache)
     cache = H2OCache(model.config, config)
     lookup = {CACHE: cache, "prompt_lookup_num_tokens": 3}
     results["prompt lookup"] = greedy(model, {"input_ids": ids.repeat(1, 2)}, 20, **lookup), []

@@ -33,7 +33,7 @@ CANDIDATES = (
     "llava", "llava, wide", "lfm2_vl", "gemma4",
 )  # fmt: skip
 NAMES = tuple(name for name in CANDIDATES if name in FAMILIES)
-ROTARY = (M.ECHO, M.SHARED_BUDGET, M.CACHE_RELATIVE)
+ROTARY = (M.ECHO, M.SHARED_BUDGET, M.CACHE_RELATIVE, M.NAMED_SPANS)
 """Modes that need a model with rotary positions"""
 
 
@@ -69,6 +69,7 @@ def modes_of(program: Program) -> frozenset[Mode]:
         M.CHUNKS: any(x["size"] < x.get("columns", ROOM) for x in chunked),
         M.BEAMS: any(given.get("beams", 1) > 1 for _, given in program.calls),
         M.CROP: "crop" in names,
+        M.NAMED_SPANS: "evict" in names,
         M.TURNS: any(x.get("columns", 0) > 1 for x in later),
         M.FORK: "fork" in ways,
         M.FILE: "file" in names,
@@ -200,7 +201,9 @@ def build(modes: set[Mode], number: int, *, with_room: bool = False) -> Program:
     chosen = random.Random(number)
     name = chosen.choice(_families(modes))
     # Graphs cannot have payload, and generate_all counts positions that payload sets to 0.
+    # Payload says at which position its token was read, which evict() changes.
     is_real = M.GENERATE_ALL in modes and modes & {M.COMPILED, M.CACHE_RELATIVE}
+    is_real = is_real or M.NAMED_SPANS in modes
     rounds = modes & {M.AUTOCAST, M.BITS, M.FEW_BITS}
     settings = dict(BUDGETS[number % len(BUDGETS)])
     if modes & {M.ECHO, M.SHARED_BUDGET, M.HEAD_BUDGETS, M.PINS}:
@@ -296,6 +299,10 @@ def _later_calls(modes: set[Mode], size: int | None, chosen: random.Random) -> l
         parts.append([chosen.choice([("select", {"rows": rows}), ("repeat", {})])])
     if M.CROP in modes:
         parts.append([("crop", {"columns": 4, "back": chosen.randint(1, 3)})])
+    if M.NAMED_SPANS in modes:
+        span = {"start": chosen.randint(0, 6), "tokens": chosen.randint(1, 3)}
+        parts.append([("evict", {**span, "apart": chosen.randint(0, 3)}), step])
+        parts.append([("evict", {"start": 2, "tokens": 1})])
     if M.BEAMS in modes and M.PATCHED not in modes:
         parts.append([("answer", {"columns": 2, "tokens": 4, "beams": 2})])
     if M.GAPS in modes:
@@ -308,7 +315,7 @@ def _later_calls(modes: set[Mode], size: int | None, chosen: random.Random) -> l
     calls = [call for part in parts for call in part]
     if M.GENERATE_ALL in modes:
         lengths = [chosen.randint(3 if M.PINS in modes else 1, 9) for _ in range(4)]
-        whole = {M.FILE, M.FORK} & modes
+        whole = {M.FILE, M.FORK, M.NAMED_SPANS} & modes
         calls.append(("all", {"lengths": lengths, "prefix": bool(whole), "size": size}))
         if not modes & {M.PINS, M.COMPILED}:  # prompts that are prefilled together
             calls.append(("all", {"lengths": [5, 16, 11, 8], "prefix": False}))

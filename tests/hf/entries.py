@@ -19,6 +19,7 @@ from h2o import H2OCache, H2OConfig, Profile
 from h2o.errors import UserError
 from h2o.hf.simulation.simulation import simulated
 from tests import odd_values as odd
+from tests.hf.chat_templates import TURNS
 from tests.hf.entries_of_measures import OF_MEASURES
 from tests.hf.entry_calls import (
     CACHE,
@@ -50,6 +51,7 @@ from tests.hf.entry_calls import (
     read,
     tokenizer,
     with_block,
+    without_span,
 )  # fmt: skip
 
 _HOME = tempfile.TemporaryDirectory()
@@ -201,6 +203,15 @@ ENTRIES: dict[str, Entry] = {
         {"tokens": A(-1, odd.any_integer)},
         state=Current.state,
     ),
+    "H2OCache.evict": Entry(
+        of_cache(without_span),
+        {
+            "spans": A([(1, 3)], odd.unnamed_spans),
+            "ids": A(PAIR.tolist(), odd.batch_of_ids_or_none),
+            "attention_mask": A(torch.ones_like(PAIR).bool(), odd.mask_of_any_length),
+        },
+        state=Current.state,
+    ),
     "H2OCache.activate_past_recording": Entry(of_cache(H2OCache.activate_past_recording), {}),
     "H2OCache.reorder_cache": Entry(
         of_cache(H2OCache.reorder_cache), {"beam_idx": A([1, 0], odd.rows)}, state=Current.state
@@ -326,6 +337,24 @@ ENTRIES: dict[str, Entry] = {
     "next_turn": Entry(
         next_turn, {"ids": A(IDS, odd.ids, vocabulary=False), "eos_token_id": A(3, odd.end_tokens)},
         ("tokenizer", "message"),
+    ),
+    "thought_spans": Entry(
+        lambda **x: h2o.thought_spans(tokenizer(), **x),
+        {"ids": A(IDS, odd.ids, vocabulary=False)}, ("tokenizer",),
+    ),
+    "tool_spans": Entry(
+        lambda **x: h2o.tool_spans(
+            tokenizer(), **{"ids": IDS, "chat_template": TURNS.replace("}}\n", "}}<end>"), **x}
+        ),
+        {"ids": A(IDS, odd.ids, vocabulary=False), "keep_last": A(2, odd.integer, least=0)},
+        ("tokenizer",),
+    ),
+    "without_spans": Entry(
+        lambda **x: plain(h2o.without_spans(**{"ids": IDS, "spans": [(0, 1)], **x})),
+        {
+            "ids": A(IDS, odd.ids, vocabulary=False),
+            "spans": A([(0, 1)], odd.unnamed_spans, several=False),
+        },
     ),
     "system_span": Entry(
         span, {"messages": A(CHAT, odd.messages)}, ("tokenizer", "ids"),

@@ -112,6 +112,12 @@ def of_cache(change: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def without_span(cache: H2OCache, **given: Any) -> None:
+    for layer in cache.layers:
+        layer.trace = None  # which evict() does not support
+    cache.evict(**{"spans": [(1, 3)], **given})
+
+
 def plain(value: Any) -> Any:
     """Nested lists of numbers for tensors, arrays and caches; all other values unchanged."""
     if isinstance(value, H2OCache):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import itertools
 import pickle
 import random
 import tempfile
@@ -28,6 +29,7 @@ from h2o import H2OCache, H2OConfig, backends, generate_all, patched, simulated
 from h2o.compat import with_cache
 from h2o.hf.layers.layer import H2OLayer
 from tests.hf import tiny
+from tests.hf.hidden import logits_without
 from tests.hf.payload import check_payload, payload
 from tests.hf.program_checks import (
     check_budgets,
@@ -39,6 +41,8 @@ from tests.hf.program_checks import (
 )
 from tests.hf.program_models import FAMILIES, model_of
 
+Span = tuple[int, int]
+"""Tokens that a row loses, between two of its passes"""
 Call = tuple[str, dict[str, Any]]
 """The name of a method of `Run`, and its arguments"""
 Held = dict[int, list[list[int]]]
@@ -77,14 +81,32 @@ class Row:
 
     first: int
     """Its number in the first batch, for its pins"""
-    passes: list[list[int]]
-    """The tokens of each forward pass, without padding"""
+    passes: list[list[int] | Span]
+    """The tokens of each forward pass, without padding, and the spans that were removed"""
     image: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     """Model inputs for its image, if the prompt has one"""
 
     @property
     def text(self) -> list[int]:
-        return [x for each in self.passes for x in each]
+        """The tokens that were not removed."""
+        whole, hidden = self.history
+        gone = {i for _, start, stop in hidden for i in range(start, stop)}
+        return [x for i, x in enumerate(whole) if i not in gone]
+
+    @property
+    def history(self) -> tuple[list[int], list[tuple[int, int, int]]]:
+        """All tokens, and (first, start, stop) of spans that those from `first` on do not see."""
+        whole: list[int] = []
+        left: list[int] = []  # what the removed spans count in
+        hidden = []
+        for each in self.passes:
+            if isinstance(each, list):
+                left += range(len(whole), len(whole) + len(each))
+                whole += each
+                continue
+            hidden += [(len(whole), i, i + 1) for i in left[slice(*each)]]
+            del left[slice(*each)]
+        return whole, hidden
 
 
 class Run:
@@ -370,6 +392,39 @@ class Run:
         self.rows = [copy.deepcopy(self.rows[row]) for row in rows]
         self.ids, self.masks = [x[rows] for x in self.ids], [x[rows] for x in self.masks]
 
+    def evict(self, start: int, tokens: int, apart: int = 0) -> None:
+        """Remove a span from each row, `apart` tokens later than from the row before. It begins
+        where nothing is pinned, part of an image or within a sliding window; such a row may lose
+        nothing."""
+        ids, mask = torch.cat(self.ids, 1), torch.cat(self.masks, 1)
+        windows = 10 if "sliding" in FAMILIES[self.program.family].layers else 0
+        spans: list[list[Span]] = []
+        for number, row in enumerate(self.rows):
+            text = row.text
+            pins = self.options(row)["pinned"] or []
+            fixed = {i for begin, end in pins for i in range(begin, end)}
+            fixed |= {i for i, x in enumerate(text) if x >= tiny.IMAGE_STARTS}
+            first = start + apart * number
+            begins = (
+                i
+                for i in range(first, len(text) - windows - tokens)
+                if not fixed & {*range(i, i + tokens)}
+            )
+            spans.append([(i, i + tokens) for i in itertools.islice(begins, 1)])
+        if self.begins_dynamic and [] in spans:
+            return  # the positions of padded rows are unknown, so all must lose as many tokens
+        for row, found in zip(self.rows, spans, strict=True):
+            row.passes += found
+        self.cache.evict(spans, ids=ids, attention_mask=mask)
+        rows = [torch.tensor([row.text], device=ids.device) for row in self.rows]
+        left = tiny.batch(rows)
+        more = int(self.cache.get_seq_length()) - left["input_ids"].shape[1]
+        pad = torch.nn.functional.pad
+        self.ids, self.masks = (
+            [pad(left["input_ids"], (more, 0))],
+            [pad(left["attention_mask"], (more, 0))],
+        )
+
     def crop(self, columns: int, back: int) -> None:
         """Read some columns and take the last of them back."""
         self.cache.activate_past_recording()
@@ -448,14 +503,18 @@ class Run:
             want = self._pass_alone(cache, ids[number].tolist(), len(row.text), row)
             near(got[number], want, f"logits of row {number}")
             if self.has_room:
-                plain = self._plain(row.text + ids[number].tolist(), row)
+                plain = self._plain(row, ids[number].tolist())
                 near(got[number], plain[-3:], f"logits of row {number}, without h2o")
 
     @property
     def has_room(self) -> bool:
         settings = self.program.settings
+        # Ranks close the gap that a removed span leaves.
+        closes = settings.get("positions") == "cache_relative" and any(
+            isinstance(each, tuple) for row in self.rows for each in row.passes
+        )
         return settings.get("heavy") == ROOM and not (
-            settings.get("kv_dtype") or self.program.exact
+            settings.get("kv_dtype") or self.program.exact or closes
         )
 
     def _alone(self, row: Row) -> H2OCache:
@@ -467,9 +526,13 @@ class Run:
             cache, seen, passes = self.converted(full, None, row), len(passes[0]), passes[1:]
         else:
             cache = self.new_cache(row)
-        for tokens in passes:
-            self._pass_alone(cache, tokens, seen, row)
-            seen += len(tokens)
+        for each in passes:
+            if isinstance(each, tuple):
+                cache.evict([each])
+                seen -= each[1] - each[0]
+                continue
+            self._pass_alone(cache, each, seen, row)
+            seen += len(each)
         return cache
 
     def _pass_alone(self, cache: Any, tokens: list[int], seen: int, row: Row) -> Tensor:
@@ -485,13 +548,18 @@ class Run:
         assert self.prompt_lengths is not None
         pinned = self.options(row)["pinned"]
         cache = H2OCache(self.model, self.config, pinned=pinned)
-        self._pass_alone(cache, row.text[: self.prompt_lengths[row.first]], 0, row)
+        self._pass_alone(cache, row.history[0][: self.prompt_lengths[row.first]], 0, row)
         return cache
 
-    def _plain(self, text: list[int], row: Row) -> Tensor:
-        ids = torch.tensor([text], device=self.model.device)
-        plain = model_of(self.program.family, "eager")
-        return plain(ids, use_cache=False, **self.images(ids, [row])).logits[0]
+    def _plain(self, row: Row, new: list[int]) -> Tensor:
+        whole, hidden = row.history
+        ids = torch.tensor([whole + new], device=self.model.device)
+        if not hidden:
+            plain = model_of(self.program.family, "eager")
+            return plain(ids, use_cache=False, **self.images(ids, [row])).logits[0]
+        return logits_without(
+            model_of(self.program.family, "eager"), ids, hidden, **self.images(ids, [row])
+        )
 
 
 IN_PLACE = "in_proj"

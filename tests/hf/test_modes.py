@@ -173,6 +173,12 @@ def cut(name):
     return ours
 
 
+def without_span(name, **settings):
+    held = cache(name, **settings)
+    shared(name)(*prompts(12), **with_cache(held))
+    held.evict([(1, 2)])
+
+
 SHARED = {"budget": 0.5, "min_tokens": 0}
 IN_VLLM = "tests/vllm/test_engine_refusals.py"
 
@@ -188,6 +194,10 @@ PROVOKED = {
     (M.COMPILED, M.CACHE_RELATIVE): lambda: cache("llama", **RELATIVE, compileable=True),
     (M.COMPILED, M.TRACE): lambda: cache("llama", trace=True, compileable=True),
     (M.CROP, M.HYBRID): cropped,
+    (M.NAMED_SPANS, M.HYBRID): lambda: without_span("qwen3_next"),
+    (M.NAMED_SPANS, M.LATENT): lambda: without_span("deepseek_v3"),
+    (M.NAMED_SPANS, M.TRACE): lambda: without_span("llama", trace=True),
+    (M.NAMED_SPANS, M.COMPILED): lambda: without_span("llama", compileable=True),
     (M.GAPS, M.WINDOWS): lambda: gaps("gemma3"),
     (M.GAPS, M.HYBRID): lambda: gaps("qwen3_next"),
     (M.FROM_DYNAMIC, M.CACHE_RELATIVE): continued,

@@ -1,8 +1,9 @@
 """`H2OCache`: a cache of Hugging Face transformers that evicts keys as H2O does.
 
 A cache is a list of layers. A full-attention layer is an `H2OLayer`, which keeps only as many keys
-as its budget allows. All other layers are transformers' own. This file creates, copies, saves and
-crops a cache. cache_inspection.py has its read-only methods.
+as its budget allows. All other layers are transformers' own. This file creates, copies and
+saves a cache. cache_inspection.py has its read-only methods, and cache_removal.py those that remove
+tokens.
 
 Shape letters as in `h2o.hf`.
 """
@@ -26,15 +27,15 @@ from h2o.arguments.torch_values import check_device, check_rows
 from h2o.config import H2OConfig, resolve_config
 from h2o.config.fields import CacheFields, ConfigFields, Pinned, PromptLength
 from h2o.hf.cache import cache_file
-from h2o.hf.cache.cache_inspection import CacheInspection, checks_config
+from h2o.hf.cache.cache_inspection import checks_config
 from h2o.hf.cache.cache_plan import get_plan
+from h2o.hf.cache.cache_removal import CacheRemoval
 from h2o.hf.cache.continuation import no_new_tokens, plan_pass, warn_of_many_graphs
 from h2o.hf.cache.from_dynamic_cache import import_dynamic_cache
 from h2o.hf.cache_state import recurrent_states
 from h2o.hf.conversation.forward_pass import NUMBER_LAYERS
 from h2o.hf.conversation.pass_guard import PassGuard
 from h2o.hf.conversation.pins import Pins
-from h2o.hf.layers import crop
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.model_traits.layer_kinds import (
     free_keys_before_window,
@@ -48,7 +49,7 @@ from h2o.hf.modes import Mode, check_modes, config_modes
 from h2o.hf.support import split_modes, text_config_of
 
 
-class H2OCache(CacheInspection):
+class H2OCache(CacheRemoval):
     """A KV cache that keeps only as many keys per layer, row and head as its budget allows.
 
     ```python
@@ -113,11 +114,13 @@ class H2OCache(CacheInspection):
             prompt_length, plan.kinds, plan.last, plan.number_of_states, pins, plans=plan.plans,
             makes_pool=plan.makes_pool, drops_cache_after=plan.drops_cache_after, config=config,
         )  # fmt: skip
-        layers = plan.layers(guard, split_modes(model), trace=trace, compileable=compileable)
+        split = split_modes(model)
+        layers = plan.layers(guard, split, trace=trace, compileable=compileable)
         Cache.__init__(self, layers=layers)  # a model's own cache class may accept no arguments
         self.guard = guard
         self.echo_replacement, self.model_shape = plan.echo_replacement, plan.model_shape
         self.model_settings = plan.model_settings
+        self.modes, self.rotaries = plan.modes | split, plan.rotaries
         self.config = plan.h2o_config
         if not plan.plans:
             warn_of_windows(config, stacklevel=3)
@@ -272,57 +275,6 @@ class H2OCache(CacheInspection):
         if query_length > 1 and guard.state.columns:
             self._warn_of_growth(guard.state.columns, query_length)
         return sizes
-
-    def reset(self) -> None:
-        """Empty the cache. The next forward pass is a new prompt.
-
-        Raises:
-            RuntimeError: another thread is running a forward pass with the cache.
-        """
-        self.guard.check_thread()
-        super().reset()
-        for layer in self.layers:  # transformers may zero these tensors instead of dropping them
-            if kind_of(layer) == "sliding":
-                layer.keys = layer.values = None
-                layer.is_initialized = False
-            if has_states(layer):
-                recurrent_states.forget(layer)
-        self.guard.reset()
-
-    def crop(self, tokens: int) -> None:
-        """Remove the last tokens. Removing all tokens is the same as `reset()`.
-
-        `tokens` is minus the number of tokens to remove, as in transformers. Tokens can be removed
-        if they came in the last forward pass and that pass was recorded
-        (`activate_past_recording`). The cache then repeats the pass without them.
-
-        Raises:
-            NotImplementedError: the pass was not recorded, or the tokens came in an earlier pass.
-                Evicted keys cannot be restored.
-            RuntimeError: a forward pass was interrupted. Call `reset()`, or remove all tokens.
-
-        After an error all layers are unchanged.
-        """
-        guard = self.guard
-        guard.check_thread()
-        left = crop.columns_left(tokens, seen := guard.state.columns)
-        if left == 0:
-            self.reset()
-            return
-        guard.check_complete()
-        crop.crop(self.layers, guard, tokens, seen, left)
-
-    def activate_past_recording(self) -> None:
-        """Record each forward pass from now on, so that `crop` can remove its tokens.
-
-        Assisted decoding and prompt lookup need this, and `generate()` calls it for them. Each
-        layer then keeps a copy of its state before the last pass, and the queries, keys and values
-        of that pass. To stop recording, set `record_past = False` on each layer.
-        """
-        self.guard.records_passes = True
-        for layer in self.layers:
-            if hasattr(layer, "activate_past_recording"):
-                layer.activate_past_recording()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -28,6 +28,7 @@ from h2o.hf.conversation.pass_guard import PassGuard
 from h2o.hf.layers.cache_relative_variant import CacheRelativeVariant
 from h2o.hf.layers.latent_variant import LatentVariant
 from h2o.hf.layers.layer import H2OLayer, H2OLayerWithStates
+from h2o.hf.layers.named_eviction import Rotaries
 from h2o.hf.layers.pass_runners import CapturedRunner, EagerRunner
 from h2o.hf.layers.plain_variant import PlainVariant
 from h2o.hf.layers.shared_variant import SharedVariant
@@ -64,6 +65,8 @@ class CachePlan:
         """JSON of the config's settings, for files. A text, because forks copy what a cache has"""
         self.drops_cache_after = drops_cache_after(config)
         """See `h2o.hf.support.drops_cache_after`"""
+        self.rotaries = Rotaries(config)
+        """Moves stored keys when tokens are removed"""
         self.kinds = self._traits.kinds
         self.number_of_states = {
             index: layer.number_of_states

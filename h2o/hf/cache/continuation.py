@@ -111,9 +111,11 @@ def check_ids(text: SeenText, ids: Tensor, mask: Tensor | None = None) -> None:
             "seen. input_ids must be everything seen so far, followed by new tokens. Append the "
             "ids of the new turn to the ids that generate() returned, as h2o.next_turn does: a "
             "chat template that drops earlier reasoning, or tokenizing the answer again, gives "
-            f"different ids. {_LOST_TURN}. After a beam search the cache holds the beams that were "
-            "searched last, not the returned sequences. To start another text call cache.reset(), "
-            "or use a new H2OCache or h2o.patched()"
+            "different ids. To drop the reasoning from the cache as well, call "
+            "cache.evict(h2o.thought_spans(tokenizer, out), ids=out) after each answer, where out "
+            f"is what generate() returned. {_LOST_TURN}. After a beam search the cache holds the "
+            "beams that were searched last, not the returned sequences. To start another text call "
+            "cache.reset(), or use a new H2OCache or h2o.patched()"
         )
 
 
@@ -133,7 +135,7 @@ _LOST_TURN = (
 """Advice for a server whose client has disconnected, or whose streamer raised an error"""
 
 
-def _tokens_seen(cache: Any, seen: int, mask: Tensor | None) -> list[int] | None:
+def tokens_seen(cache: Any, seen: int, mask: Tensor | None) -> list[int] | None:
     """Number of tokens in each row [B], or a single one for all rows; None if unknown."""
     plans = cache.guard.plans
     slots = cache.layers[next(iter(plans))].slots if plans else None
@@ -152,7 +154,7 @@ def _check_continuation(
     """Check mask, ids and positions of a pass that follows `seen` columns.
 
     Returns:
-        The number of tokens in each row before it, as `_tokens_seen`. Whether it is a decode step
+        The number of tokens in each row before it, as `tokens_seen`. Whether it is a decode step
         that has the next position of each row. Whether mask and positions were read: those of a
         decode step on a GPU are not, since the host would wait for them.
     """
@@ -169,7 +171,7 @@ def _check_continuation(
     is_on_cpu = mask is None or mask.is_cpu
     if new == 1 and not (is_on_cpu and (positions is None or positions.is_cpu)):
         return None, True, False
-    tokens = _tokens_seen(cache, seen, mask)
+    tokens = tokens_seen(cache, seen, mask)
     if tokens is not None:
         if mask is not None and mask.shape == (len(tokens), seen + new):
             _check_counts(mask[:, :seen].bool().sum(1).tolist(), tokens, seen)

@@ -20,7 +20,9 @@ class LayerReport:
     """"h2o" for layers of h2o. For transformers' own layers, of which only the bytes are reported:
     "sliding", "states" (no keys) or "none" (stores nothing)."""
     seen: list[int] = dataclasses.field(default_factory=list)
-    """Tokens seen."""
+    """Tokens seen, without those that `H2OCache.evict` has removed."""
+    removed: list[int] = dataclasses.field(default_factory=list)
+    """Tokens that `H2OCache.evict` has removed."""
     kept_by_head: list[list[int]] = dataclasses.field(default_factory=list)
     """Tokens held now, for each key/value head."""
     pinned_by_head: list[list[int]] = dataclasses.field(default_factory=list)
@@ -68,7 +70,7 @@ class LayerReport:
 
     @property
     def evicted(self) -> list[int]:
-        """Tokens evicted per key/value head (rounded mean if heads differ)."""
+        """Tokens that the policy has evicted per key/value head (rounded mean if heads differ)."""
         return [seen - kept for seen, kept in zip(self.seen, self.kept, strict=True)]
 
     @property
@@ -113,7 +115,8 @@ class Report:
         by_head = {f"{name}_by_head": [rows(name)] for name in ("kept", "pinned", "budget")}
         sums = {name: sum(getattr(layer, name) for layer in self.layers) for name in _SUMS}
         flags = {name: any(getattr(layer, name) for layer in h2o_layers) for name in _FLAGS}
-        return LayerReport(-1, "total", rows("seen"), **by_head, **sums, **flags)
+        tokens = {name: rows(name) for name in ("seen", "removed")}
+        return LayerReport(-1, "total", **tokens, **by_head, **sums, **flags)
 
     def as_dict(self) -> dict[str, Any]:
         """Convert to {"layers": [...], "total": {...}, "note": text}."""
@@ -151,6 +154,9 @@ class Report:
         longest = max(max(layer.seen, default=0) for layer in h2o_layers)
         if any(total.evicted) and has_outgrown(longest, self.prompt_tokens):
             short += f"{explain_growth(self.budget, self.prompt_tokens, longest)}. "
+        if any(total.removed):
+            removed = sum(h2o_layers[0].removed)
+            short += f"evict() has removed {removed} tokens, which count nowhere else. "
         if any(total.pinned):
             short += f"{total.pinned[0] / total.kept[0]:.1%} of the held tokens are pinned. "
         has_free_slots = total.bytes_held > total.bytes_full
@@ -218,11 +224,15 @@ class Report:
         return ax
 
     def _table(self) -> list[tuple[str, ...]]:
-        """Header, layers and total. Pinned keys and states have columns only if there are any."""
+        """Header, layers and total. Removed and pinned tokens and states have columns only if there
+        are any."""
         layers = [*self.layers, self.total]
         table = [_HEAD, *map(_row, layers)]
+        if any(self.total.removed):
+            table = _with_column(table, 2, ["removed", *(_span(x.removed) for x in layers)])
         if any(self.total.pinned):
-            table = _with_column(table, 3, ["pinned", *(_span(x.pinned) for x in layers)])
+            at = table[0].index("kept") + 1
+            table = _with_column(table, at, ["pinned", *(_span(x.pinned) for x in layers)])
         if self.total.bytes_states:
             states = [f"{x.bytes_states:,}" for x in layers]
             table = _with_column(table, -1, ["state bytes", *states])

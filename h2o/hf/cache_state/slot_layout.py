@@ -155,22 +155,61 @@ def enlarge(slots: ops.Slots, sizes: list[int], larger: list[int]) -> ops.Slots:
     """Copy to more slots. `larger` is the new number per head, or one number for all heads."""
     if larger == sizes:
         return slots
-    B, G = slots.next_slot.shape
-    shape, starts = (B, G, larger[0]), None
-    if slots.starts is not None:
-        ends = slots.starts.new_tensor(larger).cumsum(0, dtype=torch.int32)
-        shape, starts = (B, sum(larger)), torch.cat([slots.starts[:1], ends])
-    grown: dict[str, Any] = {}
+    grown = _empty_like(slots, larger)
     for name in PER_SLOT:
-        old = getattr(slots, name)
-        if old is None:
+        if (old := getattr(slots, name)) is not None:
+            pairs = heads(old, slots, sizes), heads(getattr(grown, name), slots, larger)
+            for part, new in zip(*pairs, strict=True):
+                new[:, : part.shape[1]] = part
+    return grown
+
+
+def renumber(slots: ops.Slots, sizes: list[int], left: list[int], positions: Tensor) -> ops.Slots:
+    """Copy the keys that get a position to the lowest slots, in the order of these positions.
+
+    Args:
+        left: the new number of slots per head, or one number for all heads.
+        positions: [B, G, S] int64, the new position of the key in each slot; -1: it is dropped.
+    """
+    renumbered = _empty_like(slots, left)
+    last = positions.masked_fill(positions < 0, torch.iinfo(torch.int64).max)
+    order = last.argsort(dim=-1)
+    is_empty = positions.gather(-1, order) < 0
+    for name in PER_SLOT:
+        if (old := getattr(slots, name)) is None:
             continue
-        with_rest = (*shape, *old.shape[slots.scores.ndim :])
-        grown[name] = old.new_full(with_rest, empty_value(name))
-        before = heads(old, slots, sizes)
-        for part, new in zip(before, heads(grown[name], slots, larger), strict=True):
-            new[:, : part.shape[1]] = part
-    return slots._replace(**grown, starts=starts)
+        pairs = heads(old, slots, sizes), heads(getattr(renumbered, name), slots, left)
+        for g, (part, new) in enumerate(zip(*pairs, strict=True)):
+            part = positions[:, g].to(part.dtype) if name == "positions" else part
+            n = min(part.shape[1], new.shape[1])
+            index, empty = order[:, g, :n].clamp(max=part.shape[1] - 1), is_empty[:, g, :n]
+            index, empty = (x.view(*x.shape, *[1] * (part.ndim - 2)) for x in (index, empty))
+            chosen = part.gather(1, index.expand(-1, -1, *part.shape[2:]))
+            new[:, :n] = chosen.masked_fill(empty, empty_value(name))
+    return renumbered._replace(next_slot=(positions >= 0).sum(-1, dtype=torch.int32))
+
+
+def _empty_like(slots: ops.Slots, sizes: list[int]) -> ops.Slots:
+    """Slots of which each head has another number, all empty, with the fields of the rows."""
+    B, G = slots.next_slot.shape
+    shape, starts = (B, G, sizes[0]), None
+    if slots.starts is not None:
+        ends = slots.starts.new_tensor(sizes).cumsum(0, dtype=torch.int32)
+        shape, starts = (B, sum(sizes)), torch.cat([slots.starts[:1], ends])
+    fields: dict[str, Any] = {}
+    for name in PER_SLOT:
+        if (old := getattr(slots, name)) is not None:
+            with_rest = (*shape, *old.shape[slots.scores.ndim :])
+            fields[name] = old.new_full(with_rest, empty_value(name))
+    return slots._replace(**fields, starts=starts)
+
+
+def has_room(slots: ops.Slots, sizes: list[int], sinks: int) -> Tensor:
+    """Whether a head holds fewer keys than its budget allows, [B, G] bool."""
+    held = (by_head(slots, sizes, "positions", -1) >= 0).sum(-1)
+    budget = slots.budget if slots.budget.ndim == 3 else slots.budget[:, None]
+    most = budget.sum(-1, dtype=torch.int64) + sinks
+    return held < torch.minimum(slots.seen_tokens[:, None], most)
 
 
 def change_rows(slots: ops.Slots, change: Callable[[Tensor], Tensor]) -> ops.Slots:

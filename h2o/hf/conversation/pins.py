@@ -96,7 +96,7 @@ class Pins(GivenPins):
                     f"pinned is a mask with {self.columns} columns, but the prompt has {columns} "
                     "with its padding. Pass a bool for each column"
                 )
-            rows = _as_positions(rows, mask)
+            rows = as_positions(rows, mask)
         return PinnedRows(tuple(rows))
 
     def change_rows(self, change: Callable[[Sequence[Row]], list[Row]]) -> Pins:
@@ -151,7 +151,7 @@ class PinnedRows(NamedTuple):
 NOTHING_PINNED = PinnedRows(())
 
 
-def _as_positions(rows: list[Row], mask: Tensor | None) -> list[Row]:
+def as_positions(rows: list[Row], mask: Tensor | None) -> list[Row]:
     """Convert spans of columns to spans of positions. Padding in them is left out."""
     if mask is None:
         return rows

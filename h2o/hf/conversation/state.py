@@ -41,6 +41,8 @@ class RowState(NamedTuple):
     how long it will be."""
     pinned: Row | None = None
     """Spans of pinned positions. None before the prompt, and if nothing is pinned."""
+    removed: int = 0
+    """Number of tokens that `H2OCache.evict` has removed. Nothing else counts them."""
 
 
 class CacheState(NamedTuple):

@@ -24,6 +24,7 @@ from h2o.hf.cache_state.report import LayerReport
 from h2o.hf.cache_state.slot_layout import Capacity
 from h2o.hf.cache_state.trace import Trace
 from h2o.hf.conversation.pass_guard import PassGuard
+from h2o.hf.conversation.state import broadcast
 from h2o.hf.layers.pass_runners import EagerRunner
 from h2o.hf.layers.plain_variant import PlainVariant
 from h2o.hf.model_traits import tensor_parallel
@@ -43,6 +44,11 @@ class LayerFacts(NamedTuple):
     """Whether a budget below one token was rounded up to one"""
     floored: bool = False
     """Whether a head may keep `min_tokens` keys, more than its fraction"""
+    has_removed: bool = False
+    """Whether `H2OCache.evict` has removed keys. Of the text that remains, sinks and recent tokens
+    may have been evicted before"""
+    has_room: bool = False
+    """Whether it has left some head fewer keys than the budget allows"""
 
 
 class BaseLayer(CacheLayerMixin):
@@ -127,6 +133,9 @@ class BaseLayer(CacheLayerMixin):
         needed = self.runner.capacities(widest, longest)
         sizes = list(map(max, needed, capacity.sizes, others.sizes))
         slots = slot_layout.enlarge(self.slots, capacity.sizes, sizes)
+        for name in ("has_removed", "has_room"):
+            if getattr(source.facts, name):
+                self.facts = self.facts._replace(**{name: True})
         to, index = (slot_layout.row_index(x, slots.keys.device) for x in (rows, source_rows))
         joining = slot_layout.change_rows(source.slots, lambda x: x[index])
         slot_layout.put_rows(slots, to, slot_layout.enlarge(joining, others.sizes, sizes))
@@ -330,6 +339,7 @@ class BaseLayer(CacheLayerMixin):
             layer=self.layer_idx,
             kind="h2o",
             seen=slots.seen_tokens.tolist(),
+            removed=[row.removed for row, _ in broadcast(self.guard.state.rows, range(B))],
             kept_by_head=kept.sum(-1).tolist(),
             pinned_by_head=pinned.sum(-1).tolist(),
             budget_by_head=(budget.sum(-1) + self.config.sinks).tolist(),

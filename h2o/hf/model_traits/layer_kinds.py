@@ -70,9 +70,14 @@ def layers_of(text: Any) -> list[Any]:
     return layers
 
 
+def layers_of_kind(text: Any, kind: str) -> list[int]:
+    """Indices of the layers of a kind of a language model with this text config."""
+    return [index for index, layer in enumerate(layers_of(text)) if kind_of(layer) == kind]
+
+
 def full_layers(text: Any) -> list[int]:
     """Indices of the full-attention layers of a language model with this text config."""
-    return [index for index, layer in enumerate(layers_of(text)) if kind_of(layer) == "h2o"]
+    return layers_of_kind(text, "h2o")
 
 
 def warn_of_windows(config: Any, *, stacklevel: int) -> None:

@@ -12,7 +12,7 @@ head.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from h2o import compat
 from h2o.errors import UnsupportedError
-from h2o.hf.model_traits.layer_kinds import full_layers
+from h2o.hf.model_traits.layer_kinds import layers_of_kind
 from h2o.hf.rotary.length_dependent_rope import BY_LENGTH
 from h2o.hf.rotary.rotary_parts import Parts, attended, parts_of
 
@@ -98,22 +98,22 @@ def rotary_of(config: Any) -> ModelRotary:
     return found
 
 
-def find_rotary(config: Any) -> ModelRotary | str:
-    """The rotary embedding of the model that a config describes, for the layers of one cache, or
-    the reason why it is not known."""
+def find_rotary(config: Any, kind: str = "h2o") -> ModelRotary | str:
+    """The rotary embedding of the model that a config describes, for the layers of one cache that
+    have this kind ("h2o" or "sliding"), or the reason why it is not known."""
     text = config.get_text_config(decoder=True)
     if not getattr(text, "rope_parameters", None):
         return _NONE
-    name = f"{type(text).__qualname__} {text.to_json_string(use_diff=False)}"
+    name = f"{kind} {type(text).__qualname__} {text.to_json_string(use_diff=False)}"
     if name not in _found:
-        _found[name] = _find(text)
+        _found[name] = _find(text, kind)
     return copy.copy(_found[name])
 
 
-def _find(text: Any) -> ModelRotary | str:
+def _find(text: Any, kind: str) -> ModelRotary | str:
     try:
         parts = parts_of(text)
-        return _NONE if parts.embedding is None else ModelRotary(parts, text)
+        return _NONE if parts.embedding is None else ModelRotary(parts, text, kind)
     except LookupError as error:
         return f"its rotation of keys is not known: {error}"
 
@@ -121,15 +121,15 @@ def _find(text: Any) -> ModelRotary | str:
 class ModelRotary:
     """The rotary embedding of a language model, made by `find_rotary`.
 
-    The constructor verifies that positions act on the model's full attention only by this rotation
-    of queries and keys. An attention module of each layer, with made-up weights, is run on the same
-    tokens at three distances from the start of a text.
+    The constructor verifies that positions act on the attention of all layers of one kind only by
+    this rotation of queries and keys. An attention module of each layer, with made-up weights, is
+    run on the same tokens at three distances from the start of a text.
 
     Raises:
         LookupError: the rotation is not known, with the reason.
     """
 
-    def __init__(self, parts: Parts, text: Any) -> None:
+    def __init__(self, parts: Parts, text: Any, kind: str) -> None:
         self.function: Callable[..., Any] | None = None
         """Function that rotates queries and keys; None if no layer rotates them"""
         self.rotated_layers: frozenset[int] = frozenset()
@@ -148,7 +148,7 @@ class ModelRotary:
                 self.module = parts.embedding(text)
         except Exception as error:  # raised for configs that no released model has
             raise LookupError(f"{parts.embedding.__name__} cannot be created: {error}") from None
-        layers = full_layers(text)
+        layers = layers_of_kind(text, kind)
         by_type = compat.accepts(self.module.forward, "layer_type")
         rope, self._layer_type = text.rope_parameters, {}
         if by_type:
@@ -277,6 +277,18 @@ class ModelRotary:
                 angles = torch.stack([(distance * one).cos(), (distance * one).sin()]).float()
             self._shifts[distance, length] = angles / torch.linalg.vector_norm(angles, dim=0)
         return self._shifts[distance, length]
+
+    def move_back(self, keys: Tensor, distances: Sequence[int]) -> Tensor:
+        """Rotate keys [B, ..., D], in the model's order of elements, to positions that are lower by
+        a distance for each row."""
+        angles = torch.stack([self.shift(distance) for distance in distances]).to(keys.device)
+        angles = angles * angles.new_tensor([[1.0], [-1.0]])  # cosines, and sines of the opposite
+        between = [1] * (keys.ndim - 2)
+        moved = rotate(self.halves(keys), angles.view(len(angles), *between, *angles.shape[1:]))
+        if not self.adjacent:
+            return moved
+        pairs = moved[..., : self.width].unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        return torch.cat([pairs, moved[..., self.width :]], dim=-1)
 
     def inverse_angles(self, ids: Tensor, dtype: torch.dtype, layer: int) -> Tensor | None:
         """Angles [B or 1, 1, Q, 2, F] that undo the model's rotation of keys in the order of

@@ -1,0 +1,160 @@
+"""Spans of a chat's token ids that may be forgotten: thoughts and tool results.
+
+`H2OCache.evict` removes spans from a cache. They are found in the ids themselves, since an answer
+that is decoded and tokenized again may have other tokens. A span has whole tokens only: one that
+holds a part of a marker and other text stays.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Iterable
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h2o.arguments.plain_values import check_count
+from h2o.arguments.torch_values import check_ids
+from h2o.hf.chat.chat_template import common_beginning, render
+from h2o.spans import Row, check_spans
+from h2o.utils.draw import pieces
+
+THOUGHTS = (
+    ("<think>", "</think>"),
+    ("<thought>", "</thought>"),
+    ("<seed:think>", "</seed:think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|channel|>analysis<|message|>", "<|end|>"),
+)
+"""What models write before and after a thought"""
+
+_HINT = "pass the ids of one chat without padding, such as generate()'s result"
+
+
+def thought_spans(tokenizer: Any, ids: Any) -> Row:
+    """Find the thoughts of a chat: spans [(start, stop), ...] of token positions.
+
+    ```python
+    cache.evict(h2o.thought_spans(tokenizer, out), ids=out)
+    ```
+
+    A span begins with the marker of a thought, such as <think>, and ends with the end marker and
+    the white space after it, which is what chat templates leave out of earlier answers. A thought
+    without an end is not among them, since the model may still be writing it.
+
+    Args:
+        tokenizer: the tokenizer of the model.
+        ids: int [n] or [1, n], the ids of everything that the cache has seen.
+    """
+    texts = _pieces(tokenizer, ids)
+    found = [
+        match.span()
+        for begin, end in THOUGHTS
+        for match in re.finditer(f"{re.escape(begin)}.*?{re.escape(end)}\\s*", "".join(texts), re.S)
+    ]
+    return _whole_tokens(texts, sorted(found))
+
+
+def tool_spans(tokenizer: Any, ids: Any, keep_last: int = 3, **template_kwargs: Any) -> Row:
+    """Find the results of tools in a chat, except the last ones.
+
+    ```python
+    cache.evict(h2o.tool_spans(tokenizer, out, keep_last=3), ids=out)
+    ```
+
+    The markers before and after a result are found by rendering the chat template. They stay, so
+    that the chat still says that a tool answered.
+
+    Args:
+        tokenizer: a tokenizer whose chat template writes messages of the role "tool".
+        ids: int [n] or [1, n], the ids of everything that the cache has seen.
+        keep_last: number of results that are not among the spans, counted from the end.
+        template_kwargs: arguments of the chat template, as for the chat.
+
+    Returns:
+        Spans [(start, stop), ...] of token positions. A result without tokens has none.
+
+    Raises:
+        ValueError: the template writes no tool results, or the same markers around them as around
+            a user's message.
+    """
+    keep_last = check_count("keep_last", keep_last, 0)
+    begin, end = _tool_markers(tokenizer, template_kwargs)
+    texts = _pieces(tokenizer, ids)
+    pattern = f"{re.escape(begin)}(.*?){re.escape(end)}"
+    found = [match.span(1) for match in re.finditer(pattern, "".join(texts), re.S)]
+    return _whole_tokens(texts, found[: len(found) - keep_last] if keep_last else found)
+
+
+def without_spans(ids: Any, spans: Any) -> Tensor:
+    """The ids of one chat, [1, n - m] for ids [n] or [1, n], without spans of m tokens.
+
+    After `cache.evict(spans)` the next turn is appended to these ids.
+
+    Raises: ValueError if a span ends beyond the ids.
+    """
+    given, row = check_ids("ids", ids, one_row=True, hint=_HINT), check_spans("spans", spans)
+    n = given.shape[1]
+    if row and row[-1][1] > n:
+        raise ValueError(f"spans end at {row[-1][1]}, but ids has {n} tokens")
+    stays = torch.ones(n, dtype=torch.bool, device=given.device)
+    for start, stop in row:
+        stays[start:stop] = False
+    return given[:, stays]
+
+
+def _pieces(tokenizer: Any, ids: Any) -> list[str]:
+    """The text of each token of one chat."""
+    return pieces(tokenizer, check_ids("ids", ids, one_row=True, hint=_HINT)[0].tolist())
+
+
+def _whole_tokens(texts: list[str], characters: Iterable[tuple[int, int]]) -> Row:
+    """Spans of the tokens that lie within spans of characters; `texts`: the text of each token.
+    Tokens after the first of a character, which have no text, go with the first."""
+    ends = [*accumulate(map(len, texts))]
+    begins = [end - len(text) for end, text in zip(ends, texts, strict=True)]
+    for i, text in enumerate(texts):
+        begins[i] = begins[i] if text or not i else begins[i - 1]
+    spans = []
+    for first, last in characters:
+        within = [i for i, end in enumerate(ends) if first <= begins[i] and end <= last]
+        if within:
+            spans.append((within[0], within[-1] + 1))
+    return spans
+
+
+def _tool_markers(tokenizer: Any, template_kwargs: dict[str, Any]) -> tuple[str, str]:
+    """What a chat template writes right before and after the result of a tool."""
+    said, *results = (uuid.uuid4().hex for _ in range(3))  # which occur nowhere else
+    chat: list[dict[str, Any]] = [{"role": "user", "content": said}]
+    for result, call in zip(results, ("callAAAA1", "callAAAA2"), strict=True):  # as Mistral's ids
+        function = {"name": "look", "arguments": {"at": call}}
+        calls = [{"type": "function", "id": call, "function": function}]
+        chat += [
+            {"role": "assistant", "content": "", "tool_calls": calls},
+            {"role": "tool", "content": result, "name": "look", "tool_call_id": call},
+        ]
+    text = render(tokenizer, chat, **{**template_kwargs, "add_generation_prompt": False})
+    if any(text.count(x) != 1 for x in (said, *results)):
+        raise ValueError(
+            "the chat template does not write tool results as they are, so their markers are "
+            "unknown. Pass cache.evict the spans of the results yourself"
+        )
+    before_user = text.partition(said)[0]
+    (before, _, after), (_, _, end) = (text.partition(result) for result in results)
+    alike = common_beginning(before[::-1], before_user[::-1])[::-1]
+    # A marker begins with a bracket: <tool_response>, [TOOL_RESULTS], <|start|>tool<|sep|>.
+    differs = before[: len(before) - len(alike)]
+    start = max(differs.rfind("<"), differs.rfind("["))
+    # Not the header of the next turn, which differs.
+    closing = re.match(r".*?[>\]]", common_beginning(after, end), re.S)
+    if start < 0 or closing is None:
+        raise ValueError(
+            "the chat template writes nothing around tool results that it does not write around "
+            "a user's messages. Pass cache.evict the spans of the results yourself"
+        )
+    return before[start:], closing[0]

@@ -1,0 +1,167 @@
+"""Removing named tokens from the layers of a cache (`H2OCache.evict`).
+
+A layer without the tokens looks as if it had never seen them: positions count the tokens that stay,
+which are in the lowest slots. What stays keeps its distance to later tokens. Those will be as many
+positions lower as tokens were removed, so all stored keys are rotated back by that number.
+
+A head may hold fewer keys than its budget allows. The C core has no such slots, so the layer fills
+the room in `H2OLayer.forward` before it goes on with the core's operations.
+
+Shape letters as in `h2o.hf`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h2o import ops
+from h2o.errors import UnsupportedError
+from h2o.hf.cache_state import slot_layout
+from h2o.hf.cache_state.slot_layout import Capacity
+from h2o.hf.conversation.named_removal import Removal
+from h2o.hf.layers.cache_relative_variant import CacheRelativeVariant
+from h2o.hf.model_traits.layer_kinds import free_keys_before_window, kind_of
+from h2o.hf.modes import REREAD
+from h2o.hf.rotary.model_rotary import ModelRotary, find_rotary
+from h2o.quantization import dequantize, stored_like
+from h2o.spans import size
+
+
+class Rotaries:
+    """The rotary embeddings of the layers of a cache, by the kind of layer."""
+
+    def __init__(self, config: Any) -> None:
+        """`config`: the model's config, which must not be modified later."""
+        self._config = config
+
+    def __deepcopy__(self, memo: Any) -> Rotaries:
+        return self
+
+    def of(self, layer: Any, index: int) -> ModelRotary | None:
+        """The rotary embedding that moves a layer's stored keys. None if positions do not show in
+        them.
+
+        Raises:
+            UnsupportedError: the rotation of the model is not known, with the reason.
+        """
+        if isinstance(getattr(layer, "variant", None), CacheRelativeVariant):
+            return None
+        found = find_rotary(self._config, str(kind_of(layer)))
+        if isinstance(found, ModelRotary) and not found.by_length:
+            return found if index in found.rotated_layers else None
+        reason = "its rotary angles depend on the length of the text"
+        if isinstance(found, str):
+            reason = found
+        raise UnsupportedError(
+            f"evict does not support {self._config.model_type}, because later tokens would have "
+            f"wrong positions: {reason}. {REREAD}"
+        )
+
+
+def check_windows(layers: Sequence[Any], removal: Removal, tokens: list[int]) -> None:
+    """Raise ValueError if a sliding window still holds tokens that are to be removed."""
+    held = [x.keys.shape[2] for x in layers if kind_of(x) == "sliding" and x.is_initialized]
+    longest = max(held, default=0)
+    for number, (row, seen) in enumerate(zip(removal.rows, tokens, strict=True)):
+        if row and row[-1][1] > seen - longest:
+            raise ValueError(
+                f"evict: the sliding windows of this model still hold the last {longest} tokens "
+                f"of row {number}, and a span ends at {row[-1][1]} of {seen}. End it at "
+                f"{seen - longest} or before, or remove it once {longest} more tokens were read"
+            )
+
+
+def remove(layers: Sequence[Any], rotaries: Rotaries, removal: Removal, longest: int) -> None:
+    """Remove tokens from all layers of a cache, or from none after an error.
+
+    Args:
+        longest: at least as many tokens as any row has left.
+
+    Raises:
+        UnsupportedError: the rotation of the model is not known.
+    """
+    with_keys = [x for x in enumerate(layers) if kind_of(x[1]) in ("h2o", "sliding")]
+    angles = {index: rotaries.of(layer, index) for index, layer in with_keys}
+    before = [(layer, dict(vars(layer))) for _, layer in with_keys]
+    try:
+        for index, layer in with_keys:
+            if kind_of(layer) == "sliding":
+                _remove_from_window(layer, removal, angles[index])
+            elif layer.slots is not None:
+                _remove_from_slots(layer, removal, longest, angles[index])
+    except BaseException:
+        for layer, attributes in before:  # no tensor was written to
+            vars(layer).update(attributes)
+        raise
+
+
+def _remove_from_window(layer: Any, removal: Removal, rotary: ModelRotary | None) -> None:
+    """Make a layer of transformers' own, with a sliding window, count the remaining text only."""
+    layer.cumulative_length -= removal.columns
+    if rotary is not None and layer.is_initialized:
+        layer.keys = rotary.move_back(layer.keys, removal.shifts)
+        free_keys_before_window(layer)
+
+
+def _remove_from_slots(
+    layer: Any, removal: Removal, longest: int, rotary: ModelRotary | None
+) -> None:
+    """Remove tokens from an `H2OLayer`. `rotary`: None if positions do not show in its keys."""
+    sizes = layer.capacity.sizes
+    slots = layer.slots if rotary is None else _move_back(layer, removal, rotary)
+    before = slot_layout.by_head(slots, sizes, "positions", -1).long()
+    after = _positions_after(before, removal)
+    counts = [size(row) for row in removal.rows]
+    removed = torch.tensor(counts, dtype=torch.int64, device=before.device)
+    seen = slots.seen_tokens - removed
+    if layer.policy.score_by == "mean":  # a key's mean is over as many queries as positions say
+        scores = slot_layout.by_head(slots, sizes, "scores")
+        numbers = (before, slots.seen_tokens), (after, seen)
+        then, now = (layer.policy.queries_of(p, n[:, None, None]) for p, n in numbers)
+        slots = _with_scores(slots, sizes, scores * now / then)
+    left = layer.runner.capacities(widest := layer.capacity.widest, longest)
+    if layer.guard.state.unscored:  # keys of a DynamicCache have no budget yet
+        left = [longest + 1]
+    capacity = Capacity(widest, left)
+    slots = slot_layout.renumber(slots, sizes, capacity.sizes, after)._replace(seen_tokens=seen)
+    layer.set_slots(slots, capacity)
+    room = slot_layout.has_room(slots, capacity.sizes, layer.config.sinks)
+    layer.facts = layer.facts._replace(has_removed=True, has_room=bool(room.any()))
+    layer.last = None
+
+
+def _positions_after(positions: Tensor, removal: Removal) -> Tensor:
+    """Positions [B, G, S] in the text without the removed tokens; -1 for those and empty slots."""
+    after = positions.clone()
+    for row, spans in enumerate(removal.rows):
+        for start, stop in spans:
+            is_inside = (positions[row] >= start) & (positions[row] < stop)
+            after[row] -= (stop - start) * (positions[row] >= stop).long()
+            after[row].masked_fill_(is_inside, -1)
+    return after
+
+
+def _with_scores(slots: ops.Slots, sizes: list[int], scores: Tensor) -> ops.Slots:
+    """Slots with other scores [B, G, S]."""
+    new = torch.empty_like(slots.scores)
+    for g, part in enumerate(slot_layout.heads(new, slots, sizes)):
+        part.copy_(scores[:, g, : part.shape[1]])
+    return slots._replace(scores=new)
+
+
+def _move_back(layer: Any, removal: Removal, rotary: ModelRotary) -> ops.Slots:
+    """The slots of a layer with rotated keys. Quantized keys are rounded once more."""
+    slots, sizes, (D, _) = layer.slots, layer.capacity.sizes, layer.facts.row_size
+    keys = torch.empty_like(slots.keys)
+    pairs = (slot_layout.heads(x, slots, sizes) for x in (slots.keys, keys))
+    for stored, moved in zip(*pairs, strict=True):
+        floats = rotary.move_back(dequantize(stored, D), removal.shifts)
+        moved.copy_(stored_like(floats, stored))
+    offsets = slots.offsets
+    if offsets is not None:  # what is subtracted from a key is rotated like the key
+        offsets = rotary.move_back(offsets, removal.shifts)
+    return slots._replace(keys=keys, offsets=offsets)

@@ -1,0 +1,129 @@
+"""Thoughts and tool results are found in token ids, and the next turn reads only what is new."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import h2o
+from h2o.compat import with_cache
+from tests.hf.chat_templates import LLAMA, NO_SYSTEM, PLAIN, THOUGHTS, byte_tokenizer
+from tests.hf.tiny import llama
+
+QWEN = (
+    "{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}\n"
+    "<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+)
+"""The way of Qwen: results in a user's turn, several of them in one"""
+MISTRAL = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% elif m.role == 'tool' %}[TOOL_RESULTS] {\"content\": {{ m.content }}}[/TOOL_RESULTS]"
+    "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
+)
+QUOTED = LLAMA.replace("{{ m.content | trim }}<|eot|>", (
+    "{% if m.role == 'tool' %}{{ m.content | tojson }}{% else %}{{ m.content | trim }}{% endif %}"
+    "<|eot|>"
+))  # fmt: skip
+"""The way of Llama 3.1: results are JSON"""
+
+
+def tokenizer_of(template, *special):
+    tokenizer = byte_tokenizer("<|im_start|>", "<|im_end|>", *special)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def ids_of(tokenizer, text):
+    return torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+
+
+def texts(tokenizer, ids, spans):
+    return [tokenizer.decode(ids[0, start:stop].tolist()) for start, stop in spans]
+
+
+@pytest.mark.parametrize("special", [(), ("<think>", "</think>")])
+def test_thoughts(special):
+    """Whether the markers are tokens or spelled, a span has them, and the white space after it."""
+    tokenizer = tokenizer_of(THOUGHTS, *special)
+    text = "<|im_start|>Ä<think>\nÄ 1?\n</think>\n\nÄ.<|im_end|><think>2</think>No<think>3"
+    ids = ids_of(tokenizer, text)
+    spans = h2o.thought_spans(tokenizer, ids)
+    assert texts(tokenizer, ids, spans) == ["<think>\nÄ 1?\n</think>\n\n", "<think>2</think>"]
+    left = h2o.without_spans(ids, spans)
+    assert tokenizer.decode(left[0].tolist()) == "<|im_start|>ÄÄ.<|im_end|>No<think>3"
+    assert h2o.thought_spans(tokenizer, left) == []
+
+
+def test_other_markers_of_thoughts():
+    tokenizer = tokenizer_of(THOUGHTS)
+    ids = ids_of(tokenizer, "[THINK]a[/THINK]b<|channel|>analysis<|message|>c<|end|>d")
+    found = texts(tokenizer, ids, h2o.thought_spans(tokenizer, ids[0].tolist()))
+    assert found == ["[THINK]a[/THINK]", "<|channel|>analysis<|message|>c<|end|>"]
+
+
+CHAT = [
+    {"role": "user", "content": "Look at [1] and <b>."},
+    {"role": "assistant", "content": "I look."},
+    {"role": "tool", "content": "first"},
+    {"role": "tool", "content": "second"},
+    {"role": "assistant", "content": "And again."},
+    {"role": "tool", "content": "third"},
+    {"role": "assistant", "content": "Done."},
+]
+
+
+@pytest.mark.parametrize("template", [QWEN, MISTRAL, LLAMA, QUOTED, NO_SYSTEM])
+def test_tool_results(template):
+    tokenizer = tokenizer_of(template)
+    ids = ids_of(tokenizer, tokenizer.apply_chat_template(CHAT, tokenize=False))
+    for keep_last, expected in ((0, ["first", "second", "third"]), (2, ["first"]), (3, [])):
+        spans = h2o.tool_spans(tokenizer, ids, keep_last)
+        assert texts(tokenizer, ids, spans) == expected
+    assert len(h2o.tool_spans(tokenizer, ids, keep_last=9)) == 0
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", "nothing around tool results"),
+        ("{% for m in messages if m.role != 'tool' %}<{{ m.content }}>{% endfor %}", "as they are"),
+        (PLAIN.replace("}}\n", "}}"), "nothing around tool results"),
+    ],
+)
+def test_templates_without_markers(template, message):
+    tokenizer = tokenizer_of(template)
+    with pytest.raises(ValueError, match=message):
+        h2o.tool_spans(tokenizer, [1, 2])
+
+
+def test_spans_beyond_the_ids():
+    with pytest.raises(ValueError, match="spans end at 4, but ids has 3 tokens"):
+        h2o.without_spans([1, 2, 3], [(1, 4)])
+    assert h2o.without_spans([1, 2, 3], []).tolist() == [[1, 2, 3]]
+
+
+def test_a_turn_without_the_thoughts_of_the_last():
+    """What the template renders without thoughts is what the cache answers for."""
+    tokenizer = tokenizer_of(THOUGHTS, "<think>", "</think>")
+    ours = llama(2, vocab_size=len(tokenizer))
+    cache = h2o.H2OCache(ours, budget=40, min_tokens=0)
+    chat = [{"role": "user", "content": "Why?"}]
+    answer = "<think>\nHm.\n</think>\n\nBecause.<|im_end|>\n"
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) + answer
+    ids = ids_of(tokenizer, text)
+    ours(ids, **with_cache(cache))
+    cache.evict(h2o.thought_spans(tokenizer, ids), ids=ids)
+    chat += [{"role": "assistant", "content": answer.removesuffix("<|im_end|>\n")}]
+    chat += [{"role": "user", "content": "Really?"}]
+    again = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    seen, shorter = cache.get_seq_length(), ids_of(tokenizer, again)
+    read = []
+    hook = ours.register_forward_pre_hook(
+        lambda _module, _args, given: read.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    ours.generate(shorter, max_new_tokens=2, eos_token_id=None, **with_cache(cache))
+    hook.remove()
+    assert read == [shorter.shape[1] - seen, 1]
