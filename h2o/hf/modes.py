@@ -264,9 +264,11 @@ APART: tuple[tuple[Mode, tuple[Mode, ...], str], ...] = (
 TESTED: tuple[tuple[Mode, tuple[Mode, ...], str], ...] = (
     (
         M.TENSOR_PARALLEL,
-        (M.HYBRID, M.WINDOWS, M.HEAD_BUDGETS, M.ECHO, M.RANDOM, M.BITS, M.CACHE_RELATIVE, M.PINS,
-         M.TRACE, M.PADDING, M.BEAMS, M.CROP, M.NAMED_SPANS, M.TURNS, M.FORK, M.FILE, M.ROW_MOVES,
-         M.GENERATE_ALL, M.PATCHED, M.SIMULATED),
+        (M.HYBRID, M.WINDOWS, M.IMAGES, M.HEAD_BUDGETS, M.ECHO, M.RANDOM, M.BITS, M.FEW_BITS,
+         M.CACHE_RELATIVE, M.PINS, M.TRACE, M.COMPILED, M.PADDING, M.GAPS, M.BEAMS, M.CROP,
+         M.NAMED_SPANS, M.TURNS,
+         M.FORK, M.FILE, M.ROW_MOVES, M.AUTOCAST, M.TORCH_BACKEND, M.GENERATE_ALL, M.PATCHED,
+         M.SIMULATED),
         "tests/hf/test_parallel.py::test_two_processes_give_what_one_gives",
     ),
     (
@@ -277,7 +279,7 @@ TESTED: tuple[tuple[Mode, tuple[Mode, ...], str], ...] = (
     (M.TENSOR_PARALLEL, (M.VLLM,), "tests/vllm/test_ranks.py::test_two_ranks_answer_as_one"),
     (
         M.RANDOM,
-        (M.HYBRID, M.WINDOWS, M.SHARED_KEYS, M.BITS, M.PINS, M.AUTOCAST),
+        (M.HYBRID, M.WINDOWS, M.SHARED_KEYS, M.IMAGES, M.BITS, M.FEW_BITS, M.PINS, M.AUTOCAST),
         "tests/hf/test_random_eviction.py::test_ranks_alone_decide_in_any_model",
     ),
     (
@@ -294,7 +296,7 @@ TESTED: tuple[tuple[Mode, tuple[Mode, ...], str], ...] = (
     ),
     (
         M.REREADING,
-        (M.SHARED_BUDGET, M.ECHO, M.BITS, M.PADDING, M.GAPS, M.TORCH_BACKEND),
+        (M.SHARED_BUDGET, M.ECHO, M.BITS, M.FEW_BITS, M.PADDING, M.GAPS),
         "tests/hf/test_compress.py::test_rows_of_a_batch_are_readings_of_their_own",
     ),
     (
@@ -303,6 +305,16 @@ TESTED: tuple[tuple[Mode, tuple[Mode, ...], str], ...] = (
         "tests/hf/test_compress.py::test_a_profile_shares_what_goes_by_attention",
     ),
     (M.REREADING, (M.PINS,), "tests/hf/test_compress.py::test_pins_are_kept"),
+    (
+        M.REREADING,
+        (M.TORCH_BACKEND,),
+        "tests/hf/test_compress.py::test_by_the_torch_backend_it_keeps_the_same_keys",
+    ),
+    (
+        M.REREADING,
+        (M.AUTOCAST,),
+        "tests/hf/test_compress.py::test_under_autocast_it_keeps_what_it_attended_to",
+    ),
     (
         M.REREADING,
         (M.CROP, M.TURNS, M.FORK, M.FILE, M.ROW_MOVES),
@@ -321,6 +333,11 @@ TESTED: tuple[tuple[Mode, tuple[Mode, ...], str], ...] = (
         "tests/vllm/test_engine.py::test_full_attention_beside_sliding_windows",
     ),
     (M.VLLM, (M.PINS,), "tests/vllm/test_engine.py::test_pins_of_requests"),
+    (
+        M.VLLM,
+        (M.TORCH_BACKEND,),
+        "tests/torch/test_paged_rows.py::test_pages_by_the_torch_backend",
+    ),
     (
         M.VLLM,
         (M.CHUNKS,),

@@ -19,6 +19,7 @@ from h2o import (
     H2OConfig,
     Profile,
     analyze,
+    backends,
     calibrate,
     generate_all,
     patched,
@@ -26,7 +27,8 @@ from h2o import (
     supports,
 )
 from h2o.compat import CACHE, with_cache
-from tests.hf.tiny import batch, greedy, prompts
+from h2o.hf.model_traits.tensor_parallel import part_of_heads
+from tests.hf.tiny import batch, greedy, prompts, with_image
 
 SHARES = [[1.0, 3.0, 2.0, 0.7], [0.6, 1.0, 1.5, 4.0]]
 CACHES = {
@@ -51,6 +53,8 @@ CACHES = {
     "echo": {"heavy": 10, "recent": 8, "score_by": "mean-echo"},
     "pinned": {"heavy": 10, "recent": 8, "pinned": [(4, 9)]},
     "traced": {"heavy": 10, "recent": 8, "trace": True},
+    "compiled": {"heavy": 10, "recent": 8, "compileable": True},
+    "few bits": {"heavy": 10, "recent": 8, "kv_dtype": "int8-int4"},
     "cache_relative": {
         "heavy": 10,
         "recent": 8,
@@ -70,11 +74,23 @@ def everything(model, folder, profile):
     for name, parameters in (CACHES | {"profile": shared}).items():
         if name == "cache_relative" and support.not_cache_relative:
             continue
+        if name == "compiled" and "sliding" in support.layers:
+            continue
+        if name == "few bits" and model.config.head_dim % 32:
+            continue
         cache = H2OCache(model.config, **parameters)
         results[name] = greedy(model, inputs, 20, **with_cache(cache)), kept(cache)
     with patched(model, **shared) as patch:  # patched() sees the model's weights, not only a config
         results["patched"] = greedy(model, inputs, 20), kept(patch.cache)
     config = H2OConfig(**CACHES["head_shares"])
+    cache = H2OCache(model.config, config)
+    with backends.by_torch():
+        results["torch backend"] = greedy(model, inputs, 20, **with_cache(cache)), kept(cache)
+    cache = H2OCache(model.config, config)
+    with torch.autocast("cpu", torch.bfloat16):
+        results["autocast"] = greedy(model, inputs, 5, **with_cache(cache)), []  # rounded otherwise
+    if {*support.layers} == {"h2o"}:
+        results["gaps"] = after_gaps(model, H2OCache(model.config, config))
     drawn = H2OConfig(heavy=10, recent=8, score_by="random")
     for name, chosen in {"simulated": config, "random": drawn}.items():
         with simulated(model, chosen, trace=True) as simulation, torch.no_grad():
@@ -109,6 +125,26 @@ def everything(model, folder, profile):
     lookup = {CACHE: cache, "prompt_lookup_num_tokens": 3}
     results["prompt lookup"] = greedy(model, {"input_ids": ids.repeat(1, 2)}, 20, **lookup), []
     return results
+
+
+def with_images(model):
+    """Results of a model that reads images, with one in each row."""
+    cache = H2OCache(model.config, **CACHES["even"])
+    inputs = with_image("llava", batch(prompts(40, 33)))
+    return {"images": (greedy(model, inputs, 20, **with_cache(cache)), kept(cache))}
+
+
+def after_gaps(model, cache):
+    """Results of rows with padding between two turns."""
+    ids = torch.cat(prompts(40, 40))
+    mask = torch.ones_like(ids)
+    mask[0, :5] = mask[0, 27:31] = mask[1, 33:] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    for begin, end in ((0, 27), (27, 33), (33, 40)):
+        how = {"attention_mask": mask[:, :end], "position_ids": positions[:, begin:end]}
+        with torch.no_grad():
+            logits = model(ids[:, begin:end], **how, **with_cache(cache)).logits
+    return logits.argmax(-1) * mask[:, 33:], kept(cache)
 
 
 def calibrated(model, resume=None):
@@ -148,15 +184,18 @@ def in_two_parts():
 
 
 def main(folder):
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     rank = os.environ["RANK"]
     for place in (x for x in folder.iterdir() if x.is_dir()):
-        model = AutoModelForCausalLM.from_pretrained(
-            place, attn_implementation="h2o", **in_two_parts()
-        )
+        auto = AutoModelForImageTextToText if place.name == "llava" else AutoModelForCausalLM
+        model = auto.from_pretrained(place, attn_implementation="h2o", **in_two_parts())
         folder_of_rank = place / rank
         folder_of_rank.mkdir()
+        if place.name == "llava":
+            assert part_of_heads(model) == (int(rank), 2)
+            torch.save(with_images(model.eval()), folder_of_rank / "found.pt")
+            continue
         profile = Profile.load(place / "profile.json")
         results = everything(model.eval(), folder_of_rank, profile)
         file = place / "unfinished.json"  # the second call reads all results from this file

@@ -3,8 +3,8 @@
     python -m tests.hf.faults            tries all
     python -m tests.hf.faults 3 17       tries these
 
-Each fault is put into a copy of the package, in which the programs of one draw run until one fails.
-A fault that no program finds is a gap in the tests.
+Each fault is put into a copy of the package, in which the programs of one draw run until one fails,
+or the test that the fault names. A fault that nothing finds is a gap in the tests.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ class Fault(NamedTuple):
     new: str
     modes: str = ""
     """Names of modes whose programs are the likeliest to find it; they run first"""
+    test: str = ""
+    """The test that finds it, if no program can"""
 
 
 STATE, TEXT = "hf/cache_state", "hf/conversation"
@@ -55,9 +57,9 @@ FAULTS = (
         "FROM_DYNAMIC PADDING",
     ),
     Fault(
-        f"{STATE}/slot_layout.py",
-        "return rows if rows.dtype == torch.bool else rows.long()",
-        "return rows if rows.dtype == torch.bool else rows.long().sort().values",
+        "hf/cache/cache.py",
+        "self._change_rows(lambda x: x[rows.to(x.device)])",
+        "self._change_rows(lambda x: x[rows.sort().values.to(x.device)])",
         "ROW_MOVES BEAMS",
     ),
     Fault(f"{TEXT}/pins.py", "right=True)", "right=False)", "PINS"),
@@ -114,7 +116,7 @@ FAULTS = (
         "hf/attention/attention_call.py",
         "is_step = ((tokens.mask.sum(1) == 1)",
         "is_step = ((tokens.mask.sum(1) == 0)",
-        "GAPS BITS FEW_BITS",
+        test="tests/hf/test_bytes.py::test_a_single_token_among_padding_is_a_decode_step",
     ),
     # ---- prompts ----
     Fault(
@@ -125,9 +127,9 @@ FAULTS = (
     ),
     Fault(
         f"{PROMPT}/cross_head_budget.py",
-        "return (positions < sinks) | (positions < 0) |",
         "return (positions < sinks) |",
-        "SHARED_BUDGET PADDING",
+        "return ((positions >= 0) & (positions < sinks)) |",
+        test="tests/hf/test_shared_echo.py::test_a_row_is_what_it_is_alone",
     ),
     Fault(
         f"{PROMPT}/cross_head_budget.py",
@@ -246,7 +248,7 @@ FAULTS = (
 
 
 def find(fault: Fault) -> str:
-    """The error with which a program finds a fault, or "" if none does.
+    """The error with which a program or a test finds a fault, or "" if none does.
 
     The child of a fork imports the copy, so that torch and transformers are imported once."""
     for name in ("torch", "transformers"):
@@ -260,7 +262,7 @@ def find(fault: Fault) -> str:
         said.touch()
         if (child := os.fork()) == 0:
             try:
-                _run_copy(folder, fault.modes)
+                _run_copy(folder, fault)
             except BaseException as error:
                 said.write_text(f"{type(error).__name__}: {error}", "utf-8")
             finally:
@@ -269,16 +271,21 @@ def find(fault: Fault) -> str:
         return said.read_text("utf-8")
 
 
-def _run_copy(folder: str, modes: str) -> None:
-    """Run the programs of one draw with the package in a folder until one fails, first those with
-    most of these modes."""
+def _run_copy(folder: str, fault: Fault) -> None:
+    """Run a fault's test with the package in a folder, or the programs of one draw until one fails,
+    first those with most of the fault's modes."""
     for name in [x for x in sys.modules if x.split(".")[0] in ("h2o", "tests")]:
         del sys.modules[name]
     sys.path[:] = [folder, *(x for x in sys.path if x and Path(x).resolve() != ROOT)]
     os.chdir(folder)
     os.environ["H2O_CHECK"] = "1"
+    import pytest
     import torch
 
+    if fault.test:
+        failed = pytest.main(["-q", "-p", "no:cacheprovider", "-n", "0", fault.test])
+        assert failed != pytest.ExitCode.TESTS_FAILED, f"{fault.test} fails"
+        return
     from h2o.hf.prompt import echo_scorer
     from tests.hf.draws import draw, modes_of
     from tests.hf.programs import run
@@ -286,7 +293,7 @@ def _run_copy(folder: str, modes: str) -> None:
     assert echo_scorer.__file__.startswith(folder)
     torch.set_num_threads(1)
     echo_scorer.FEWEST_HEADS = 1  # tiny models have few
-    named = {*modes.split()}
+    named = {*fault.modes.split()}
     for program in sorted(
         draw(0), key=lambda program: -len(named & {mode.name for mode in modes_of(program)})
     ):

@@ -17,6 +17,8 @@ def same(layer: H2OLayer, other: H2OLayer, row: int) -> None:
     for head, (got, wanted) in enumerate(zip(positions[row], want[0], strict=True)):
         got, wanted = got[got >= 0].tolist(), wanted[wanted >= 0].tolist()
         assert got == wanted, f"{which}, head {head} holds {got}, not {wanted}"
+    budget, alone = layer.slots.budget[row].tolist(), other.slots.budget[0].tolist()
+    assert budget == alone, f"{which} has the budget {budget}, not {alone}"
     held = want.shape[-1]
     lost = layer.slots.evicted_score[row], other.slots.evicted_score[0]
     near(*lost, f"scores lost by {which}")
@@ -29,6 +31,36 @@ def near(got: Tensor, want: Tensor, what: str, about: float = 1e-3) -> None:
     torch.testing.assert_close(
         got, want, rtol=about, atol=about, msg=lambda text: f"{what}: {text}"
     )
+
+
+def check_evictions(cache: Any, other: Any, mask: Tensor, row: int) -> None:
+    """Check that keys of a row left after as many tokens as in the trace of another cache, which
+    has this row alone. The mask [B, N] is False at padding."""
+    seen = torch.nn.functional.pad(mask[row].cumsum(0), (1, 0))
+    for layer, alike in zip(cache.layers, other.layers, strict=True):
+        if isinstance(layer, H2OLayer) and alike.slots is not None:
+            got = seen[cache.evicted_at(layer.layer_idx)[row][:, mask[row]].long()]
+            want = other.evicted_at(layer.layer_idx)[0]
+            assert torch.equal(got, want.long()), f"trace of layer {layer.layer_idx}, row {row}"
+
+
+def check_budgets(cache: Any, other: Any, row: int) -> None:
+    """Check that each layer has as much room in a row as in the only row of another cache."""
+    for layer, alike in zip(cache.layers, other.layers, strict=True):
+        if isinstance(layer, H2OLayer) and alike.slots is not None:
+            got, want = layer.slots.budget[row].tolist(), alike.slots.budget[0].tolist()
+            assert got == want, (
+                f"layer {layer.layer_idx}, row {row} has the budget {got}, not {want}"
+            )
+
+
+def check_report(report: dict[str, int], cache: Any) -> None:
+    """Check what a result of generate_all says of the keys against a cache with a single row."""
+    layers = [layer for layer in cache.layers if isinstance(layer, H2OLayer)]
+    held = [layer.kept().positions[0] >= 0 for layer in layers if layer.slots is not None]
+    kept = round(sum(int(x.sum()) for x in held) / sum(map(len, held)))
+    got, want = (report["seen"], report["kept"]), (int(cache.get_seq_length()), kept)
+    assert got == want, f"generate_all has seen and kept {got} tokens, not {want}"
 
 
 def check_trace(cache: Any, mask: Tensor) -> None:

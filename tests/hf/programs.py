@@ -31,13 +31,22 @@ from h2o.hf.layers.layer import H2OLayer
 from tests.hf import tiny
 from tests.hf.hidden import logits_without
 from tests.hf.payload import check_payload, payload
-from tests.hf.program_checks import check_trace, near, same
+from tests.hf.program_checks import (
+    check_budgets,
+    check_evictions,
+    check_report,
+    check_trace,
+    near,
+    same,
+)
 from tests.hf.program_models import FAMILIES, model_of
 
 Span = tuple[int, int]
 """Tokens that a row loses, between two of its passes"""
 Call = tuple[str, dict[str, Any]]
 """The name of a method of `Run`, and its arguments"""
+Held = dict[int, list[list[int]]]
+"""Positions of the keys in each head of a layer, by the layer's number"""
 ROOM = 300
 """`heavy` of a budget for everything"""
 
@@ -59,6 +68,8 @@ class Program:
     by_torch: bool = False
     exact: bool = False
     """Whether caches store payload (tests/hf/payload.py) instead of keys and values"""
+    used: bool = False
+    """Whether the cache has read another text before, and was reset"""
     factor: float = 1.0
     """Factor of payload, see `tests.hf.payload.payload`"""
     seed: int = 0
@@ -177,6 +188,9 @@ class Run:
     def read(self, columns: int, left: Sequence[int] = (), right: Sequence[int] = ()) -> None:
         if self.cache is None:
             self.cache = self.new_cache()
+            if self.program.used:
+                self.forward(*self.tokens(columns), self.cache)
+                self.cache.reset()
         ids, mask = self.tokens(columns, left, right)
         self.forward(ids, mask, self.cache)
         self.count(ids, mask)
@@ -284,33 +298,69 @@ class Run:
             if self.program.exact:
                 inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
             want = tiny.greedy(self.model, inputs, 4, **with_cache(cache), **how)[0].tolist()
-            assert self.program.autocast or ids == want, f"generate_all gave {ids}, not {want}"
+            if not self.program.autocast:
+                assert ids == want, f"generate_all gave {ids}, not {want}"
+                check_report(result.report, cache)
 
     def simulate(self, columns: int, prompt: int, left: Sequence[int] = (),
-                 holes: Sequence[int] = ()) -> None:  # fmt: skip
-        """A simulation of whole texts answers as a cache that reads each row token by token."""
+                 holes: Sequence[int] = (), ratio_of: str = "prompt") -> None:  # fmt: skip
+        """A simulation of whole texts answers as a cache that reads each row token by token. If
+        budgets are fractions of the text, which no cache knows, it answers as one of each row."""
         ids, mask = self.tokens(columns, left)
         mask[-1, list(holes)] = 0
         self.count(ids, mask)
+        got, seen = self._simulated(ids, mask, prompt, ratio_of)
+        for number, row in enumerate(self.rows):
+            if ratio_of == "text":
+                alone = ids[number][mask[number].bool()][None]
+                whole = torch.ones_like(alone)
+                (want,), (expected,) = self._simulated(alone, whole, prompt, ratio_of, row)
+            else:
+                want, expected = self._token_by_token(row, prompt)
+            if self.program.autocast or self.config.kv_dtype is not None:  # rounded otherwise
+                error = (got[number] - want).abs().mean()
+                assert error < 0.2 * want.abs().mean(), "the simulation differs"
+                continue
+            about = 1e-3 if self.program.family not in tiny.WITH_STATES else 1e-2
+            near(got[number], want, f"simulated logits of row {number}", about)
+            if expected:  # the row is longer than its prompt
+                assert seen[number] == expected, f"the last token of row {number} sees other keys"
+
+    def _simulated(
+        self, ids: Tensor, mask: Tensor, prompt: int, ratio_of: str, row: Row | None = None
+    ) -> tuple[list[Tensor], list[Held]]:
+        """Logits of each row's tokens, and the earlier keys that its last token sees."""
+        pinned = self.options(row)["pinned"]
         with simulated(
-            self.model, self.config, prompt_length=prompt, ratio_of="prompt",
-            pinned=self.program.pinned, trace=self.program.trace,
-        ):  # fmt: skip
+            self.model, self.config, prompt_length=prompt, ratio_of=ratio_of, pinned=pinned,
+            trace=True,
+        ) as simulation:  # fmt: skip
             positions = (mask.cumsum(1) - 1).clamp(min=0)
             given = {"attention_mask": mask, "position_ids": positions, "use_cache": False}
-            logits = self.model(ids, **given, **self.images(ids, self.rows)).logits
-        for number, row in enumerate(self.rows):
-            text = row.text
-            row.passes = [text[:prompt], *([token] for token in text[prompt:])]
-            cache, passes = self.new_cache(row), []
-            for tokens in row.passes:
-                passes.append(self._pass_alone(cache, tokens, int(cache.get_seq_length()), row))
-            got, want = logits[number][mask[number].bool()].float(), torch.cat(passes).float()
-            if self.program.autocast or self.config.kv_dtype is not None:  # rounded otherwise
-                assert (got - want).abs().mean() < 0.2 * want.abs().mean(), "the simulation differs"
-            else:
-                about = 1e-3 if self.program.family not in tiny.WITH_STATES else 1e-2
-                near(got, want, f"simulated logits of row {number}", about)
+            images = self.images(ids, self.rows if row is None else [row])
+            logits = self.model(ids, **given, **images).logits
+        is_held = {
+            layer: (simulation.evicted_at(layer) == ids.shape[1])[..., :-1]
+            for layer in simulation.layers()
+        }
+        return [x[real].float() for x, real in zip(logits, mask.bool(), strict=True)], [
+            {layer: [at[held].tolist() for held in x[number]] for layer, x in is_held.items()}
+            for number, at in enumerate(positions[:, :-1])
+        ]
+
+    def _token_by_token(self, row: Row, prompt: int) -> tuple[Tensor, Held]:
+        """The same of a cache that reads a row, first its prompt. No keys if it has no more."""
+        text = row.text
+        row.passes = [text[:prompt], *([token] for token in text[prompt:])]
+        cache, logits, held = self.new_cache(row), [], {}
+        for tokens in row.passes:
+            held = {
+                layer.layer_idx: [x[x >= 0].tolist() for x in layer.kept().positions[0]]
+                for layer in cache.layers
+                if isinstance(layer, H2OLayer) and layer.slots is not None
+            }
+            logits.append(self._pass_alone(cache, tokens, int(cache.get_seq_length()), row))
+        return torch.cat(logits).float(), held
 
     # ---- Between passes ------------------------------------------------------------------------
 
@@ -439,10 +489,15 @@ class Run:
             check_trace(self.cache, torch.cat(self.masks, 1).bool())
         ids, mask = self.tokens(3)
         alone = [self._alone(row) for row in self.rows]
+        if self.prompt_lengths is not None and not self.config.shares_by_echo:
+            for number, row in enumerate(self.rows):
+                check_budgets(self.cache, self._in_one_pass(row), number)
         for number, cache in enumerate(alone):
             for layer, other in zip(self.cache.layers, cache.layers, strict=True):
                 if isinstance(layer, H2OLayer) and other.slots is not None:
                     same(layer, other, number)
+            if self.program.trace:
+                check_evictions(self.cache, cache, torch.cat(self.masks, 1).bool(), number)
         got = self.forward(ids, mask, self.cache)
         for number, (row, cache) in enumerate(zip(self.rows, alone, strict=True)):
             want = self._pass_alone(cache, ids[number].tolist(), len(row.text), row)
@@ -488,11 +543,19 @@ class Run:
         given |= self.images(ids, [row])
         return self.model(ids, **given, **with_cache(cache)).logits[0]
 
+    def _in_one_pass(self, row: Row) -> H2OCache:
+        """A cache that has read the row's prompt in one pass, without knowing its length before."""
+        assert self.prompt_lengths is not None
+        pinned = self.options(row)["pinned"]
+        cache = H2OCache(self.model, self.config, pinned=pinned)
+        self._pass_alone(cache, row.history[0][: self.prompt_lengths[row.first]], 0, row)
+        return cache
+
     def _plain(self, row: Row, new: list[int]) -> Tensor:
         whole, hidden = row.history
         ids = torch.tensor([whole + new], device=self.model.device)
         if not hidden:
-            plain = model_of(self.program.family, "sdpa")
+            plain = model_of(self.program.family, "eager")
             return plain(ids, use_cache=False, **self.images(ids, [row])).logits[0]
         return logits_without(
             model_of(self.program.family, "eager"), ids, hidden, **self.images(ids, [row])

@@ -33,7 +33,7 @@ def _shorter(program: Program) -> Iterator[Program]:
     calls, change = program.calls, dataclasses.replace
     for index in range(len(calls) - 1, 0, -1):
         yield change(program, calls=[*calls[:index], *calls[index + 1 :]])
-    for flag in ("in_patched", "autocast", "by_torch", "trace", "compileable", "exact"):
+    for flag in ("in_patched", "autocast", "by_torch", "trace", "compileable", "used", "exact"):
         if getattr(program, flag):
             yield change(program, **{flag: False})
     if program.pinned is not None:

@@ -7,12 +7,13 @@ import torch
 from transformers import DynamicCache
 
 import h2o
-from h2o import H2OCache, H2OConfig, UnsupportedError
+from h2o import H2OCache, H2OConfig, UnsupportedError, backends
 from h2o.compat import with_cache
 from h2o.hf.document import compress
 from h2o.hf.document.cut_cache import LATER_RECENT, RECENT
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.model_traits.shared_keys import SHARES_KEYS
+from tests.hf.program_models import model_of
 from tests.hf.tiny import HYBRID, WITH_STATES, batch, greedy, model, prompts, shared
 
 REQUEST = torch.tensor([5, 9, 2])
@@ -144,16 +145,17 @@ def test_long_documents_are_read_and_repeated_in_pieces(monkeypatch):
     "config",
     [
         H2OConfig(heavy=0.3, recent=0.2, min_tokens=0, kv_dtype="int8"),
+        H2OConfig(heavy=0.3, recent=0.2, min_tokens=0, kv_dtype="int8-int4"),
         H2OConfig(heavy=0.3, recent=0.2, min_tokens=0, score_by="mean-echo"),
         H2OConfig(budget=0.5, min_tokens=0),
     ],
-    ids=["bits", "echo", "shared budget"],
+    ids=["bits", "few bits", "echo", "shared budget"],
 )
 def test_rows_of_a_batch_are_readings_of_their_own(side, config):
     """With documents of several lengths and fractional budgets, each row must keep the keys that it
     keeps alone, and answer a question like it. Padding on the right is then between tokens."""
-    ours, documents = shared("llama"), prompts(70, 41, 58)
-    (question,) = prompts(3, seed=3)
+    ours = model_of("llama, wide" if config.kv_dtype == "int8-int4" else "llama")
+    documents, (question,) = prompts(70, 41, 58), prompts(3, seed=3)
     padded = batch(documents, side)
     together = h2o.compress_document(
         ours,
@@ -174,6 +176,14 @@ def test_rows_of_a_batch_are_readings_of_their_own(side, config):
         answer = ours(question, position_ids=at[row : row + 1], **with_cache(alone)).logits
         torch.testing.assert_close(logits[row : row + 1], answer, atol=1e-4, rtol=1e-4)
         assert positions(together, row) == positions(alone)
+
+
+def test_by_the_torch_backend_it_keeps_the_same_keys():
+    ours, (document,) = shared("llama"), prompts(70)
+    kept = positions(h2o.compress_document(ours, document, BUDGET, readings=2, repeat=REQUEST))
+    with backends.by_torch():
+        again = h2o.compress_document(ours, document, BUDGET, readings=2, repeat=REQUEST)
+    assert positions(again) == kept
 
 
 def test_pins_are_kept():
@@ -273,6 +283,23 @@ def test_with_room_for_all_it_answers_as_the_full_cache(name):
     theirs = DynamicCache(config=ours.config)
     wanted = greedy(model(name, "eager"), question, **with_cache(theirs))
     assert torch.equal(greedy(ours, question, **with_cache(cache)), wanted)
+
+
+def test_under_autocast_it_keeps_what_it_attended_to():
+    """Keys are stored in autocast's dtype, and what follows attends to them in autocast or not."""
+    ours, (document,), (question,) = shared("llama"), prompts(70), prompts(5, seed=3)
+    how = {"readings": 2, "repeat": REQUEST}
+    answers, at = [], torch.arange(70, 75)[None]
+    for config in (BUDGET, H2OConfig.full()):
+        with torch.autocast("cpu", torch.bfloat16):
+            cache = h2o.compress_document(ours, document, config, **how)
+            assert {layer.slots.keys.dtype for layer in cache.layers} == {torch.bfloat16}
+            within = ours(question, position_ids=at, **with_cache(cache.fork())).logits.float()
+        after = ours(question, position_ids=at, **with_cache(cache)).logits
+        torch.testing.assert_close(within, after, atol=0.2, rtol=0.1)
+        answers.append(after)
+    wanted = ours(torch.cat([document, question], 1), use_cache=False).logits[:, -5:]
+    torch.testing.assert_close(answers[1], wanted, atol=0.2, rtol=0.1)
 
 
 def test_room_that_a_short_document_leaves_is_for_what_follows():

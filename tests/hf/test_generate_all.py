@@ -28,7 +28,7 @@ import h2o
 from h2o import H2OCache, H2OConfig, models
 from h2o.compat import with_cache
 from h2o.hf.batching import batch_scheduler
-from tests.hf.tiny import model, prompts, shared, slow_if
+from tests.hf.tiny import FAMILIES, batch, greedy, model, prompts, shared, slow_if
 
 PAGE = resource.getpagesize()
 LENGTHS = (5, 17, 40, 9, 33, 21, 3, 28)
@@ -334,6 +334,34 @@ def test_prefix():
     assert [result.ids for result in again] == [result.ids for result in results]
     without_config = h2o.generate_all(ours, asked, rows=2, prefix=cache, max_new_tokens=8)
     assert [result.ids for result in without_config] == [result.ids for result in results]
+
+
+@pytest.mark.parametrize("way", ["model", "compress_document", "from_dynamic_cache"])
+@pytest.mark.parametrize("name", ["llama", *["qwen3_next"] * ("qwen3_next" in FAMILIES)])
+def test_a_prefix_from_a_padded_batch(name, way):
+    """Its padding is no part of the prompts. None of their tokens may be skipped for it."""
+    ours, config = shared(name), CONFIGS["h2o"]
+    rows = [torch.tensor([text]) for text in texts(20, 31, seed=4)]
+    (question,) = texts(6, seed=5)
+
+    def read(inputs):
+        mask = inputs["attention_mask"]
+        if way == "compress_document":
+            return h2o.compress_document(ours, inputs["input_ids"], config, attention_mask=mask)
+        cache = DynamicCache(config=ours.config) if "dynamic" in way else H2OCache(ours, config)
+        ours(**inputs, position_ids=(mask.cumsum(1) - 1).clamp(min=0), **with_cache(cache))
+        if way == "model":
+            return cache
+        return H2OCache.from_dynamic_cache(cache, ours, config, attention_mask=mask)
+
+    prefix, alone = read(batch(rows)), read(batch(rows[:1]))
+    prefix.batch_select_indices([0])
+    prompt = rows[0][0].tolist() + question
+    (result,) = h2o.generate_all(ours, [prompt], rows=1, prefix=prefix, max_new_tokens=4)
+    wanted = greedy(ours, {"input_ids": torch.tensor([prompt])}, 4, **with_cache(alone))
+    assert result.ids == wanted[0].tolist()
+    assert result.report["seen"] == len(prompt) + 3
+    assert prefix.get_seq_length() == 31  # the caller's own still counts its padding
 
 
 @pytest.mark.parametrize(

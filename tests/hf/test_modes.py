@@ -33,8 +33,8 @@ SMALL = {"heavy": 4, "recent": 4}
 RELATIVE = {"positions": "cache_relative"}
 M = Mode
 
-UNTESTED = 12
-"""Pairs that are allowed and that no test combines. Lower the number with each new test."""
+UNTESTED = {frozenset((M.VLLM, M.IMAGES))}
+"""Pairs that are allowed and that no test combines. Take one out with its test."""
 
 
 # ---- The table ---------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ def test_every_pair_has_one_cell():
     assert not {pair for pair in rows if len(pair) != 2 or rows.count(pair) > 1}
     kinds = {modes.Refused, modes.Apart, modes.Tested, modes.Untested}
     assert {type(cell) for cell in PAIRS.values()} <= kinds
-    assert sum(cell == modes.Untested() for cell in PAIRS.values()) == UNTESTED
+    assert {pair for pair, cell in PAIRS.items() if cell == modes.Untested()} == UNTESTED
 
 
 def test_modes_have_names_of_their_own():

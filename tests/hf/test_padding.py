@@ -212,3 +212,37 @@ def test_a_dynamic_cache_with_padding(name):
     mask[0, 25:] = 1
     with REFUSED:
         H2OCache.from_dynamic_cache(full, ours.config, attention_mask=mask, **SMALL)
+
+
+LATE = {
+    "shared echo": {"budget": 0.5, "min_tokens": 0},
+    "echo": {"heavy": 8, "recent": 4, "score_by": "mean-echo"},
+    "fractions of an unknown prompt": {"heavy": 0.3, "recent": 0.2, "min_tokens": 0},
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_a_row_whose_prompt_begins_after_the_first_pass(name):
+    """The first pass has only its padding, so that neither echo nor the length of its prompt would
+    be known. It must be refused before anything is stored."""
+    ours, rows = shared("llama"), prompts(20, 31)
+    inputs = padded(rows, "left")
+    cache = H2OCache(ours.config, **LATE[name])
+    read(ours, cache, inputs, 0, 8)
+    before = contents(cache)
+    with pytest.raises(ValueError, match=r"row 0 had only padding .*prefill at least 12 columns"):
+        read(ours, cache, inputs, 8, 16)
+    assert_unchanged(cache, before)
+    cache.reset()
+    read(ours, cache, inputs, 0, 12, 16, 31)
+    if name.startswith("fractions"):  # generate() knows the whole prompt
+        cache.reset()
+        greedy(ours, inputs, 2, prefill_chunk_size=8, **with_cache(cache))
+        alone = H2OCache(ours.config, **LATE[name])
+        greedy(ours, {"input_ids": rows[0]}, 2, prefill_chunk_size=8, **with_cache(alone))
+        heads = [x.budget_by_head[0] for x in cache.report().layers]
+        assert heads == [x.budget_by_head[0] for x in alone.report().layers]
+    else:
+        with pytest.raises(ValueError, match=r"prefill_chunk_size=12"):
+            greedy(ours, inputs, 2, prefill_chunk_size=8,
+                   **with_cache(H2OCache(ours.config, **LATE[name])))  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 
@@ -14,6 +15,7 @@ from h2o.errors import UnsupportedError
 from h2o.hf.model_traits.shared_keys import SHARES_KEYS
 from h2o.hf.simulation.random_eviction import draw_ranks
 from tests.hf import tiny
+from tests.hf.program_models import FAMILIES, model_of
 from tests.hf.test_simulation import PROMPT, check_rows_alone, text
 
 SMALL = {"heavy": 6, "recent": 4, "sinks": 2, "score_by": "random"}
@@ -58,18 +60,27 @@ MODELS = ["llama", "gemma3", "falcon_h1", "qwen3_next"]
 MODELS += ["gemma3n_text"] * SHARES_KEYS
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("more", [{"kv_dtype": "int8"}, {"pinned": [(9, 12)]}])
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        *itertools.product(MODELS, [{"kv_dtype": "int8"}, {"pinned": [(9, 12)]}]),
+        ("llama, wide", {"kv_dtype": "int8-int4"}),
+        *[("llava", {})] * ("llava" in FAMILIES),
+    ],
+)
 def test_ranks_alone_decide_in_any_model(name, more):
-    """Neither other kinds of layers nor stored bits nor autocast change what leaves, and pinned
-    keys never do."""
-    model, ids = tiny.model(name), text()
+    """Neither other kinds of layers nor stored bits nor autocast nor an image change what leaves,
+    and pinned keys never do."""
+    model, ids = model_of(name), text()
+    inputs = (
+        tiny.with_image(name, {"input_ids": ids}) if FAMILIES[name].image else {"input_ids": ids}
+    )
     pinned = range(*more.get("pinned", [(0, 0)])[0])
     with h2o.simulated(model, prompt_length=PROMPT, trace=True, **SMALL, **more) as simulation:
-        model(ids, use_cache=False)
+        model(**inputs, use_cache=False)
         found = {layer: simulation.evicted_at(layer)[0] for layer in simulation.layers()}
         with torch.autocast("cpu", torch.bfloat16):
-            model(ids, use_cache=False)
+            model(**inputs, use_cache=False)
         assert all(torch.equal(simulation.evicted_at(layer)[0], x) for layer, x in found.items())
     for layer, heads in found.items():
         for head, columns in enumerate(heads):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import pytest
 
 from h2o.hf import modes
-from tests.hf.draws import ELSEWHERE, draw, modes_of, pairs_of
+from tests.hf.draws import ELSEWHERE, draw, modes_of, pairs_tested
+from tests.hf.faults import FAULTS, ROOT, replaced
 from tests.hf.program_models import FAMILIES
 from tests.hf.programs import Program, run
 from tests.hf.shrinking import as_text, run_or_explain, shrink
@@ -57,10 +58,17 @@ def test_programs_that_found_a_fault(name):
 
 def test_every_allowed_pair_meets():
     """A pair of modes whose cell says that programs test it must be in one of them."""
-    met = {pair for program in draw(0) for pair in pairs_of(modes_of(program))}
+    met = {pair for program in draw(0) for pair in pairs_tested(modes_of(program))}
     said = {pair for pair, cell in modes.PAIRS.items() if cell == modes.Tested(modes.PROGRAMS)}
     assert said - met == {*ELSEWHERE} & said
     assert len(said & met) > 300
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.new)
+def test_each_fault_can_be_put_in(fault):
+    """Each line that `tests.hf.faults` replaces must be in the package once."""
+    path = ROOT / "h2o" / fault.file
+    assert replaced(path.read_text("utf-8"), fault) != path.read_text("utf-8")
 
 
 def test_a_failing_program_is_shrunk():

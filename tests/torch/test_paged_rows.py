@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from h2o import H2OConfig, ops
+from h2o import H2OConfig, backends, ops
 from h2o.hf.cache_state import slot_layout
 from h2o.vllm import metrics
 from h2o.vllm.config_entry import config_of_entry, whole_prompts_of
@@ -195,6 +195,18 @@ def test_each_request_as_if_it_were_alone(name):
         wanted, slots = alone(CONFIGS[name], each)
         assert torch.equal(torch.cat(each.answer), wanted)
         assert torch.equal(each.kept, slots.positions)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_pages_by_the_torch_backend(name):
+    """Without the core, pages have the keys that the core leaves in them."""
+    layer, served = paged(CONFIGS[name]), talks()
+    with backends.by_torch():
+        assert traffic(layer, served, seed=3, room=1000) == 0
+    for each in served:
+        wanted, slots = alone(CONFIGS[name], each)
+        torch.testing.assert_close(torch.cat(each.answer), wanted, rtol=2e-4, atol=2e-4)
+        assert torch.equal(each.kept.sort().values, slots.positions.sort().values)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -17,7 +17,7 @@ from h2o.arguments.plain_values import check_count, check_flag, check_seed, wron
 from h2o.config import H2OConfig, resolve_config
 from h2o.config.fields import ConfigFields, Pinned
 from h2o.hf.batching.batch_scheduler import Scheduler
-from h2o.hf.batching.prefix import check_prefix
+from h2o.hf.batching.prefix import check_prefix, copy_of_prefix
 from h2o.hf.batching.request import (
     Prompt,
     Request,
@@ -125,7 +125,7 @@ def generate_all(
     batch = RowBatch(model, config, rows, compileable)
     config = batch.cache.config  # a model without rotary positions, for example, has no echo
     if prefix is not None:
-        prefix = check_prefix(prefix, config).fork()  # the caller may continue with the original
+        prefix = copy_of_prefix(check_prefix(prefix, config))  # the caller may use the original
     settings = Settings(
         model, config, generation_config, max_new_tokens, tokenizer, prefix, seed, pinned,
         on_token, batch.angles, chat_template_kwargs or {},

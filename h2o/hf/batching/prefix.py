@@ -38,6 +38,17 @@ def check_prefix(prefix: Any, config: H2OConfig) -> H2OCache:
     return prefix
 
 
+def copy_of_prefix(prefix: H2OCache) -> H2OCache:
+    """A fork of a prefix, which counts no padding. The row may come from a padded batch, but
+    prompts are token ids without padding."""
+    copy = prefix.fork()
+    slots, state = h2o_layers(copy)[0].slots, copy.guard.state
+    if slots is not None and (tokens := int(slots.seen_tokens[0])) < state.columns:
+        in_prompt = min(tokens, state.prompt_columns)
+        copy.guard.put(state._replace(columns=tokens, prompt_columns=in_prompt))
+    return copy
+
+
 def check_prompt(prefix: H2OCache, tokens: int, ids: Tensor) -> None:
     """Raise PrefixError unless a prompt, ids [1, n], has the `tokens` tokens of a prefix and
     more."""

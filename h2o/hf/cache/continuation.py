@@ -26,6 +26,7 @@ from h2o.hf.conversation.forward_pass import ForwardPass
 from h2o.hf.conversation.pass_guard import WITHOUT_CACHE, PassGuard
 from h2o.hf.conversation.seen_text import SeenText
 from h2o.hf.conversation.state import NewColumns, after, broadcast
+from h2o.hf.prompt.prompt_budget import check_late_rows
 from h2o.model_identity import difference, rotary_difference
 
 
@@ -58,6 +59,8 @@ def plan_pass(cache: Any, new: int) -> ForwardPass:
     if seen:
         tokens, is_step, is_read = _check_continuation(cache, seen, text, new)
     columns = _new_columns(guard, text, seen, new)
+    if columns.mask is not None and tokens and 0 in tokens and seen and not before.unscored:
+        check_late_rows(guard, tokens, columns.mask)
     if guard.counts_padding and (is_read or before.ends_in_padding):
         columns = columns._replace(whole_mask=_padding_mask(guard, text.mask, seen, new))
     if guard.only_scores:

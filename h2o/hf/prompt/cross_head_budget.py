@@ -295,9 +295,9 @@ def _ranks(prompt: Prompt, positions: Tensor, tokens: Tensor, policy: Policy) ->
 
 
 def _always_kept(positions: Tensor, tokens: Tensor, sinks: int, budgets: Budgets) -> Tensor:
-    """Whether a column is a sink, a recent key or padding, [B, G, K] bool."""
+    """Whether a column is a sink, a recent key or padding (position -1), [B, G, K] bool."""
     recent = positions.new_tensor([[r for _, r in row] for row in budgets])
-    return (positions < sinks) | (positions < 0) | (positions >= tokens - recent[..., None])
+    return (positions < sinks) | (positions >= tokens - recent[..., None])
 
 
 def each_head(by_row: Budgets, heads: int) -> Budgets:

@@ -189,6 +189,37 @@ def resolve_pins(
     return pinned
 
 
+def check_late_rows(guard: PassGuard, tokens: list[int], mask: Tensor) -> None:
+    """Check the rows that had only padding in all passes so far and now get the beginning of their
+    prompt. Budgets that are fractions of an unknown prompt, and echo, are those of the first pass.
+
+    Args:
+        tokens: tokens of each row before the pass, or a single number for all rows.
+        mask: [B, Q] of the new columns, 0 at padding.
+
+    Raises:
+        ValueError: the budget or the scores of such a row would not be those that it has alone.
+    """
+    has_echo = any(plan.config.score_by == "mean-echo" for plan in guard.plans.values())
+    by_length = any(plan.needs_prompt_length for plan in guard.plans.values())
+    for row, (before, new) in enumerate(broadcast(tokens, mask.bool().sum(1).tolist())):
+        prompt = guard.state.row(row).prompt or 0
+        is_late = before == 0 and new > 0 and max(prompt, new) > 1
+        if is_late and (has_echo or (by_length and not prompt)):
+            least = guard.state.columns + int(mask[row].bool().long().argmax()) + 1
+            reason = (
+                'score_by="mean-echo" scores prompts in that pass'
+                if has_echo
+                else "its budget is a fraction of the tokens in that pass"
+            )
+            raise ValueError(
+                f"row {row} had only padding in the first forward pass, and {reason}. Call "
+                f"cache.reset() and prefill at least {least} columns in the first pass "
+                f"(prefill_chunk_size={least}), so that each row has a token in it. Or pass the "
+                "prompts to h2o.generate_all, which prefills each without padding"
+            )
+
+
 def budgets_by_row(plan: LayerPlan, lengths: list[int], pinned: list[int]) -> Budgets:
     """(heavy, recent) of each row, one pair per head or a single pair for all heads, for prompts of
     these `lengths` with these numbers of `pinned` keys.
