@@ -192,6 +192,12 @@ def build(modes: set[Mode], number: int) -> Program:
             settings["min_tokens"] = 0
     if M.SIMULATED in modes and settings.get("heavy") == ROOM:
         settings = dict(BUDGETS[0])
+    has_fractions = any(isinstance(settings.get(x), float) for x in ("heavy", "recent"))
+    if M.GROWTH in modes and not has_fractions:
+        settings = dict(BUDGETS[1]) if "budget" in settings else settings
+        settings |= {"recent": 0.15, "min_tokens": 4}
+    elif M.GROWTH not in modes and has_fractions:
+        settings["ratio_of"] = "prompt"
     if M.SHARED_BUDGET in modes:
         settings["head_shares"] = "echo"
     if modes & {M.ECHO, M.SHARED_BUDGET}:

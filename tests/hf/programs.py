@@ -271,7 +271,7 @@ class Run:
         mask[-1, list(holes)] = 0
         self.count(ids, mask)
         with simulated(
-            self.model, self.config, prompt_length=prompt, ratio_of="prompt",
+            self.model, self.config, prompt_length=prompt, ratio_of=self.config.ratio_of,
             pinned=self.program.pinned, trace=self.program.trace,
         ):  # fmt: skip
             positions = (mask.cumsum(1) - 1).clamp(min=0)

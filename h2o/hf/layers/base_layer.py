@@ -21,7 +21,7 @@ from h2o.config.layer_plan import LayerPlan
 from h2o.hf.cache_state import slot_layout
 from h2o.hf.cache_state.kept_keys import Kept
 from h2o.hf.cache_state.report import LayerReport
-from h2o.hf.cache_state.slot_layout import Capacity
+from h2o.hf.cache_state.slot_layout import Budgets, Capacity
 from h2o.hf.cache_state.trace import Trace
 from h2o.hf.conversation.pass_guard import PassGuard
 from h2o.hf.layers.pass_runners import EagerRunner
@@ -172,6 +172,20 @@ class BaseLayer(CacheLayerMixin):
                 slot_layout.enlarge(self.slots, self.capacity.sizes, capacity.sizes), capacity
             )
         return self.slots
+
+    def raised_budget(self, gains: Budgets) -> Tensor:
+        """`Slots.budget` with (heavy, recent) added to the budgets of each row, or of all rows."""
+        budget = self.slots.budget
+        more = torch.tensor(gains, dtype=torch.int32, device="cpu").to(budget.device)
+        return (budget + (more if budget.ndim == 3 else more.squeeze(1))).clamp_(min=0)
+
+    def put_budget(self, budget: Tensor) -> None:
+        """Let rows and heads keep more or fewer keys from the next pass on, which makes room for
+        them. `budget` is that of the slots (`Slots.budget`)."""
+        # Rows grow at different times. The widest is only known from all of them.
+        widest = self.config.sinks + budget.long().sum(-1).amax(0).reshape(-1)
+        slots = self.slots._replace(budget=budget)
+        self.set_slots(slots, Capacity(widest.tolist(), self.capacity.sizes))
 
     def set_slots(self, slots: ops.Slots | None, capacity: Capacity) -> None:
         self.slots = None if slots is None else slot_layout.writable_slots(slots)

@@ -33,9 +33,9 @@ def check_slots(layer: Any, state: CacheState) -> None:
 
     Raises:
         AssertionError: a row and head does not hold exactly min(tokens seen, k) different positions
-            of its own, in its lowest slots, with all sinks, recent and pinned tokens among them. Or
-            a pinned key's score is finite, or a norm is not that of its value. Or a tensor has
-            another size than the numbers of slots say.
+            of its own, or fewer if its budget grows, in its lowest slots, with all sinks, recent
+            and pinned tokens among them. Or a pinned key's score is finite, or a norm is not that
+            of its value. Or a tensor has another size than the numbers of slots say.
     """
     slots = layer.slots
     if slots is None or type(slots.scores) is not Tensor or slots.scores.is_meta:
@@ -70,14 +70,16 @@ def _about_positions(layer: Any, state: CacheState) -> Checks:
     yield "an empty slot has another position than -1", positions >= -1
     yield "a position occurs twice", (ordered.diff() > 0) | (ordered[..., 1:] < 0)
     yield "a position is beyond the row's tokens", positions < seen[..., None]
-    yield "a wrong number of keys", count == torch.minimum(seen, sinks + heavy + recent)
+    full = torch.minimum(seen, sinks + heavy + recent)
+    yield "a wrong number of keys", count <= full if layer.plan.grows else count == full
     are_sinks = held & (positions < sinks)
     yield "a sink is missing", are_sinks.sum(-1) == seen.clamp(max=sinks)
     # h2o.compress_document leaves fewer recent keys of a document than later budgets have.
     since = 0 if state.columns == state.prompt_columns else state.prompt_columns
     begin = (seen - recent).clamp(min=since)
     are_recent = held & (positions >= begin[..., None])
-    yield "a recent token is missing", are_recent.sum(-1) == (seen - begin).clamp(min=0)
+    if not layer.plan.grows:  # else a token may have left before it became recent again
+        yield "a recent token is missing", are_recent.sum(-1) == (seen - begin).clamp(min=0)
     within = torch.arange(positions.shape[-1], device="cpu") <= count[..., None]
     yield "a key is behind an empty slot", within | ~held
     is_gap = within & ~held
