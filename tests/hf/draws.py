@@ -282,7 +282,7 @@ def _later_calls(modes: set[Mode], size: int | None, chosen: random.Random) -> l
     chosen.shuffle(parts)
     calls = [call for part in parts for call in part]
     if M.GENERATE_ALL in modes:
-        lengths = [chosen.randint(1, 9) for _ in range(4)]
+        lengths = [chosen.randint(3 if M.PINS in modes else 1, 9) for _ in range(4)]
         whole = {M.FILE, M.FORK} & modes
         calls.append(("all", {"lengths": lengths, "prefix": bool(whole), "size": size}))
         if not modes & {M.PINS, M.COMPILED}:  # prompts that are prefilled together
