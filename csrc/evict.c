@@ -26,25 +26,27 @@ static int check_evict(void *parameters, h2o_error *error) {
     return h2o_check_needed(&params->slots, &params->policy, error);
 }
 
-/* Checks that the numbers of filled slots match seen_tokens and budget. Otherwise evict could find
- * more keys than it has memory for. */
-static int check_filled(const h2o_slots *slots, int64_t g, const h2o_head *head, h2o_error *error) {
+/* Counts the filled slots. There may be fewer than seen_tokens and budget imply, since budgets may
+ * have grown, but no more, and no gap among them but one. Otherwise evict could find more keys than
+ * it has memory for. */
+static int count_filled(const h2o_slots *slots, int64_t g, h2o_head *head, h2o_error *error) {
     const int32_t *const positions =
         h2o_at(&slots->positions, head->row, head->offset, 0); /* [slots] */
-    const int64_t held = head->held;
-    int64_t filled = 0, early = 0;
+    const int64_t most = head->held;
+    int64_t filled = 0, last = -1;
     for (int64_t s = 0; s < head->slots; s++) {
         filled += positions[s] >= 0;
-        early += positions[s] >= 0 && s <= held;
+        last = positions[s] >= 0 ? s : last;
     }
-    if (filled == held && early == held) {
+    if (filled <= most && last <= filled) {
+        head->held = filled;
         return H2O_OK;
     }
     return h2o_fail(error, H2O_EVALUE,
-                    "%s[%" PRId64 ", %" PRId64 "]: %" PRId64 " of the slots are filled, %" PRId64
-                    " of them among the first %" PRId64
-                    ", but seen_tokens and budget require %" PRId64 " there",
-                    slots->positions.name, head->row, g, filled, early, held + 1, held);
+                    "%s[%" PRId64 ", %" PRId64 "]: %" PRId64
+                    " of the slots are filled, the last of them is slot %" PRId64
+                    ", but seen_tokens and budget allow %" PRId64 " in the first slots",
+                    slots->positions.name, head->row, g, filled, last, most);
 }
 
 static int count_evict(void *parameters, void *memory, h2o_error *error) {
@@ -56,7 +58,9 @@ static int count_evict(void *parameters, void *memory, h2o_error *error) {
     for (int64_t b = 0; b < dims->B && status == H2O_OK; b++) {
         status = h2o_count_row(slots, &params->policy, dims, b, &counted, error);
         for (int64_t g = 0; g < dims->G && status == H2O_OK; g++) {
-            const h2o_head *const head = &counted.heads[b * dims->G + g];
+            h2o_head *const head = &counted.heads[b * dims->G + g];
+            status = count_filled(slots, g, head, error);
+            if (status != H2O_OK) break;
             const int64_t keeps =
                 h2o_policy_held(head->budget, head->held + counted.rows[b].tokens);
             if (keeps > head->slots) {
@@ -65,7 +69,6 @@ static int count_evict(void *parameters, void *memory, h2o_error *error) {
                                 " tokens; create larger slots",
                                 slots->keys.name, head->slots, head->row, keeps);
             }
-            status = check_filled(slots, g, head, error);
         }
     }
     params->counts = (h2o_counts){.rows = counted.rows, .heads = counted.heads};

@@ -104,6 +104,8 @@ H2O_INLINE h2o_dtype h2o_stored_type(const h2o_view *rows, int64_t D) {
  * filled, all of them within slots 0..held. One of these held + 1 slots is therefore
  * empty; unless it is the last one, it is next_slot[b,g]. So once a step has filled
  * next_slot[b,g], slots 0..held are all filled. Empty slots have position -1.
+ * A caller may raise a budget between two calls. A head then holds fewer keys, until new ones have
+ * filled the difference: h2o_policy_filled.
  * X(name, shape, dtype, flags of tables.h), in the order of h2o.slots.Slots. */
 #define H2O_SLOTS_FIELDS(X)                                                                        \
     /* f32/f16/bf16 rows, or u8 rows of quantize.h */                                              \
@@ -165,7 +167,7 @@ typedef struct {
     int32_t heavy, recent;
     int64_t budget;    /* k */
     int64_t held;      /* held of slots 0..held are filled, one is empty */
-    int64_t next_slot; /* step: the empty slot */
+    int64_t next_slot; /* the empty slot */
 } h2o_head;
 
 typedef struct {

@@ -57,9 +57,20 @@ H2O_INLINE int64_t h2o_policy_budget(const h2o_policy *policy, int32_t heavy, in
     return (int64_t)policy->sinks + heavy + recent;
 }
 
-/* The number of keys that a row keeps after it has seen length tokens. */
+/* The number of keys that a row keeps if it has seen length tokens and its budget has not grown. */
 H2O_INLINE int64_t h2o_policy_held(int64_t budget, int64_t length) {
     return length < budget ? length : budget;
+}
+
+/* The number of keys that a head holds in slots 0..most. It is `most` unless the budget has grown
+ * since the head evicted keys, which cannot come back. Then the filled slots are followed by empty
+ * ones. positions [most + 1]; -1: empty. */
+H2O_INLINE int64_t h2o_policy_filled(const int32_t *positions, int64_t next_slot, int64_t most) {
+    if (next_slot < 0 || next_slot >= most || positions[most] >= 0) return most;
+    if (positions[next_slot + 1] < 0) return next_slot;
+    int64_t held = most - 1; /* the last filled slot, because next_slot is a gap before it */
+    while (held > next_slot + 1 && positions[held] < 0) held--;
+    return held;
 }
 
 /* Updates what depends on the row's length. */

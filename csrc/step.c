@@ -65,15 +65,22 @@ static int check_step(void *parameters, h2o_error *error) {
     return h2o_check_needed(&params->slots, &params->policy, error);
 }
 
-/* Reads and checks the slot that a head's new key will fill. */
-static int count_free(const h2o_slots *slots, int64_t g, h2o_head *head, h2o_error *error) {
-    const int32_t free_slot = h2o_load_i32(&slots->next_slot, head->row, g, 0);
-    head->next_slot = free_slot;
-    if (free_slot < 0 || free_slot > head->held) {
+/* Reads the slot that a head's new key will fill, and counts the filled ones. If the slot is beyond
+ * the others, they are all filled. */
+static void count_filled(const h2o_slots *slots, int64_t g, h2o_head *head) {
+    const int64_t most = head->held < head->slots ? head->held : head->slots - 1;
+    head->next_slot = h2o_load_i32(&slots->next_slot, head->row, g, 0);
+    if (head->next_slot > most) return;
+    head->held = h2o_policy_filled(h2o_at(&slots->positions, head->row, head->offset, 0),
+                                   head->next_slot, most);
+}
+
+static int check_free(const h2o_slots *slots, int64_t g, const h2o_head *head, h2o_error *error) {
+    if (head->next_slot < 0 || head->next_slot > head->held) {
         return h2o_fail(error, H2O_EVALUE,
-                        "%s[%" PRId64 ", %" PRId64 "]: is %d, wanted 0..%" PRId64
+                        "%s[%" PRId64 ", %" PRId64 "]: is %" PRId64 ", wanted 0..%" PRId64
                         ", as the row holds %" PRId64 " tokens",
-                        slots->next_slot.name, head->row, g, (int)free_slot, head->held,
+                        slots->next_slot.name, head->row, g, head->next_slot, head->held,
                         head->held);
     }
     return H2O_OK;
@@ -89,6 +96,7 @@ static int count_step(void *parameters, void *memory, h2o_error *error) {
         status = h2o_count_row(slots, &params->policy, dims, b, &counted, error);
         for (int64_t g = 0; g < dims->G && status == H2O_OK && counted.rows[b].tokens > 0; g++) {
             h2o_head *const head = &counted.heads[b * dims->G + g];
+            count_filled(slots, g, head);
             if (head->held >= head->slots) {
                 return h2o_fail(error, H2O_EVALUE,
                                 "%s: all %" PRId64 " slots of row %" PRId64
@@ -101,7 +109,7 @@ static int count_step(void *parameters, void *memory, h2o_error *error) {
                                 " holds %" PRId64 " tokens and gets one more",
                                 params->rotary.table.name, dims->P, head->row, head->held);
             }
-            status = count_free(slots, g, head, error);
+            status = check_free(slots, g, head, error);
         }
     }
     params->counts = (h2o_counts){.rows = counted.rows, .heads = counted.heads};

@@ -31,7 +31,7 @@ UNLIMITED = 2**31 - 1
 """A `heavy` or `recent` budget that no text exceeds."""
 
 Amount = int | float
-"""An int is a number of tokens; a float in [0, 1] is a fraction of the row's prompt length."""
+"""An int is a number of tokens; a float in [0, 1] is a fraction of the row's text (`RatioOf`)."""
 
 OfLayer = Amount | Sequence[Amount]
 """One amount for the layer, or one for each of its key/value heads."""
@@ -41,7 +41,31 @@ Budget = Amount | Sequence[OfLayer] | Callable[[int, int], OfLayer]
 
 
 BudgetUnit = Literal["keys", "bytes"]
-"""Unit of fractions: keys of the prompt, or bytes of a full cache."""
+"""Unit of fractions: keys of the text, or bytes that it takes in a full cache."""
+
+RatioOf = Literal["seen", "prompt"]
+"""What fractions are fractions of: the row's text so far (`count_text`), or its prompt."""
+
+
+def count_text(prompt: int, seen: int) -> int:
+    """The number of tokens that a budget with `ratio_of="seen"` is a fraction of.
+
+    It is `prompt` at first. As the text grows it follows the number of tokens, `seen`, in steps of
+    at most 64 tokens or a twentieth of the text, so that slots are rarely copied. It never shrinks.
+    """
+    return max(prompt, seen - seen % _step_at(seen))
+
+
+def next_growth(counted: int) -> int:
+    """The lowest number of tokens at which `count_text` is more than `counted`."""
+    step = _step_at(counted)
+    return counted - counted % step + step
+
+
+def _step_at(seen: int) -> int:
+    """The step of `count_text`: a power of two, so that the end of a step begins a longer one."""
+    widest = max(min(seen // 10, 64), seen // 20, 4)
+    return 1 << (widest.bit_length() - 1)
 
 
 def parse_amount(text: str) -> Amount:

@@ -320,7 +320,7 @@ def test_a_config_is_what_the_options_say():
 def test_a_preset_is_what_the_options_say(tmp_path):
     parser, settings = argparse.ArgumentParser(), argparse.ArgumentParser()
     cache_options.add_cache_options(parser)
-    cache_options.add_cache_options(settings, min_tokens=0)
+    cache_options.add_cache_options(settings, **setting.CONSTANT)
 
     def said(text):
         return cache_options.make_setting(parser.parse_args(text.split())).config
@@ -336,7 +336,7 @@ def test_a_preset_is_what_the_options_say(tmp_path):
             )
         )
         assert one == setting.parse(one.name)
-        assert one.config == dataclasses.replace(in_bytes, sinks=2, min_tokens=0)
+        assert one.config == dataclasses.replace(in_bytes, sinks=2, **setting.CONSTANT)
         words = f"--preset {name} --budget 0.1 --budget-unit bytes --positions cache_relative"
         assert said(words) == dataclasses.replace(in_bytes, positions="cache_relative")
     for name in sorted((ROOT.parent / "data").glob("*.profile.json")):
@@ -345,7 +345,8 @@ def test_a_preset_is_what_the_options_say(tmp_path):
         assert calibrated == H2OConfig.calibrated(0.2, profile)
     assert said("--preset robust --score-by mean-echo --profile echo") == H2OConfig.echo(0.2)
     authors = H2OConfig.authors(0.1, budget_unit="bytes")
-    assert said("--heavy 0.05 --recent 0.05 --budget-unit bytes --min-tokens 0") == authors
+    words = "--heavy 0.05 --recent 0.05 --budget-unit bytes --ratio-of prompt --min-tokens 0"
+    assert said(words) == authors
     assert said("--budget 0.1") == H2OConfig(budget=0.1)
     assert said("--budget 64 --sinks 2") == H2OConfig(budget=64, sinks=2)
     one = cache_options.make_setting(settings.parse_args(["--budget", "0.1"]))

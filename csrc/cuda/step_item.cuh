@@ -58,16 +58,17 @@ DEVICE step_item open_step(const h2o_step_params *p, char *workspace, int64_t b,
     const int64_t row = item.head.row;
     item.length = read_length(&p->slots.seen_tokens, row, 1);
     read_budget(&p->slots.budget, row, g, &p->policy, &item.head);
-    item.head.held = lower(h2o_policy_held(item.head.budget, item.length), item.head.slots - 1);
+    item.free_slot = (int32_t *)h2o_at(&p->slots.next_slot, row, g, 0);
+    item.store = open_store(&p->slots, &item.head, D);
+    const int64_t most = lower(h2o_policy_held(item.head.budget, item.length), item.head.slots - 1);
+    item.head.held = h2o_policy_filled(item.store.positions, *item.free_slot, most);
     if (h2o_given(&p->rotary.table)) {
         item.rotary = &p->rotary;
         item.ranks = (int32_t *)h2o_at(&p->rotary.ranks, row, item.head.offset, 0);
         item.head.held = lower(item.head.held, p->dims.P - 1);
     }
-    item.free_slot = (int32_t *)h2o_at(&p->slots.next_slot, row, g, 0);
     item.slots = item.head.held + 1;
     item.head.next_slot = clamp(*item.free_slot, 0, item.slots - 1);
-    item.store = open_store(&p->slots, &item.head, D);
     item.evicted_score = (double *)h2o_at(&p->slots.evicted_score, row, g, 0);
     item.parts = at.parts;
     item.part_slots = ((uint32_t)item.slots + (uint32_t)at.parts - 1) / (uint32_t)at.parts;

@@ -92,15 +92,6 @@ def _torch_backend() -> SimpleNamespace:
     return SimpleNamespace(**{name: with_checks(name) for name in OPERATIONS})
 
 
-def evict_with_room(*operands: Any) -> None:
-    """The operation evict on torch tensors, for slots in which a head holds fewer keys than
-    `seen_tokens` and its budget imply. The core rejects such slots, so torch computes it, without
-    the core's checks."""
-    from h2o.backends import torch_backend
-
-    torch_backend.operation("evict")(*operands)
-
-
 def info() -> dict[str, Any]:
     """See `h2o.ops.info`."""
     facts = _core.info()

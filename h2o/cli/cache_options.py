@@ -39,7 +39,7 @@ OPTIONS: dict[str, Field] = {
     "heavy": Field(
         AMOUNT, None, "K",
         "keys kept for their scores: an integer is a number of tokens, a number with a point a "
-        "fraction of the prompt or text (%(default)s if only --recent is given)",
+        "fraction of the text (%(default)s if only --recent is given)",
     ),
     "recent": Field(
         AMOUNT, None, "K", "newest keys that are kept (%(default)s if only --heavy is given)"
@@ -48,6 +48,11 @@ OPTIONS: dict[str, Field] = {
         str, ("keys", "bytes"), None,
         "what fractions are taken of: the keys of the text, or the bytes of a full cache "
         "(%(default)s)",
+    ),
+    "ratio_of": Field(
+        str, ("seen", "prompt"), None,
+        "what fractions are fractions of: the text so far, with which the budget grows, or the "
+        "prompt (%(default)s)",
     ),
     **FIELDS,
     "positions": Field(

@@ -22,7 +22,7 @@ from h2o.cli.cache_options import (
 )
 from h2o.errors import UserError
 from h2o.evaluation.facts import KINDS
-from h2o.evaluation.setting import GRAMMAR, Setting, from_options
+from h2o.evaluation.setting import CONSTANT, GRAMMAR, Setting, from_options
 from h2o.models import need_transformers, torch_device
 from h2o.result_file import fingerprint
 from h2o.utils.filesystem import make_writable
@@ -113,7 +113,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
                      "one token at a time; read: a real cache that evicts before it sees a task's "
                      "question; summaries and needles always use a real cache")  # fmt: skip
     one.add_argument("--variant", help="h2o (default), full, local, global, flexgen")
-    add_cache_options(one, min_tokens=0)
+    add_cache_options(one, **CONSTANT)
     one.add_argument("--prompt-length", type=parse_count, metavar="N",
                      help="tokens before the first eviction (simulation, perplexity); perplexity "
                      "and nats lost then count only the tokens that eviction can "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
-from h2o.budgets import Amount, Budget, BudgetUnit
+from h2o.budgets import Amount, Budget, BudgetUnit, RatioOf
 from h2o.kv_dtype import KvDtype
 from h2o.policy import PolicyFields
 
@@ -34,6 +34,7 @@ class ConfigFields(PolicyFields, total=False):
     kv_dtype: KvDtype | None
     head_shares: Any
     budget_unit: BudgetUnit
+    ratio_of: RatioOf
     min_tokens: int
     positions: Positions
 

@@ -12,11 +12,13 @@ from h2o.budgets import (
     Amount,
     Budget,
     BudgetUnit,
+    RatioOf,
     check_budget,
     check_tokens,
     check_total,
     check_whole_budget,
     count_pair,
+    count_text,
     flatten,
     layer_amount,
     mean_pair,
@@ -33,6 +35,7 @@ from h2o.policy import OPERATIONS_SCORE_BY, Policy, ScoreBy, check_names, check_
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "kv_dtype": (None, "auto", *QUANTIZED),
     "budget_unit": ("keys", "bytes"),
+    "ratio_of": ("seen", "prompt"),
     "positions": ("original", "cache_relative"),
 }
 """Allowed values of the fields that have only a few."""
@@ -58,15 +61,15 @@ class H2OConfig(Presets):
 
     budget: Amount | None = dataclasses.field(default=None, compare=False)
     """One number instead of `heavy` and `recent`: a float in (0, 1] is a share of the bytes that
-    the prompt takes in a full cache, an int is a number of tokens. It selects the recommended
+    the text takes in a full cache, an int is a number of tokens. It selects the recommended
     preset (`H2OConfig.recommended`); other fields that you give override the preset's. It is
     `DEFAULT_BUDGET` if neither `heavy` nor `recent` is given, and None if one of them is. Equality
     ignores it, because `heavy` and `recent` hold its two parts."""
     heavy: Budget = 0.1
     """Number of tokens kept for the attention that they have received. An int is a number of
-    tokens. A float in [0, 1] is a fraction of the row's own prompt: `int(fraction * n)` tokens for
-    a prompt of n, but at least one unless the fraction is 0. So 1 is one token, and 1.0 is the
-    whole prompt. A list has one amount for each layer of the model; a function
+    tokens. A float in [0, 1] is a fraction of the row's own text (`ratio_of`): `int(fraction * n)`
+    tokens of n, but at least one unless the fraction is 0. So 1 is one token, and 1.0 is the
+    whole text. A list has one amount for each layer of the model; a function
     `(layer, layers) -> amount` computes them. A layer's amount may itself be a list with one amount
     for each key/value head. 0.1 if only `recent` is given."""
     recent: Budget = 0.1
@@ -102,9 +105,14 @@ class H2OConfig(Presets):
     "echo" the cache holds 1.125 times the budget plus one uncompressed layer during prefill, or the
     whole prompt if `decay` is below 1 or layers have different numbers of heads."""
     budget_unit: BudgetUnit = "keys"
-    """Unit of fractions. "keys": tokens of the prompt. "bytes": heavy + recent is a share of the
-    bytes that the prompt takes in a full cache in the model's dtype. The share must pay for the
+    """Unit of fractions. "keys": tokens of the text. "bytes": heavy + recent is a share of the
+    bytes that the text takes in a full cache in the model's dtype. The share must pay for the
     sinks and all per-slot bookkeeping too, and the cache keeps as many keys as fit."""
+    ratio_of: RatioOf = "seen"
+    """What fractions are fractions of. "seen": the tokens that the row has seen so far. The budget
+    grows with the row's text, in steps of at most 64 tokens or a twentieth of the text
+    (`h2o.budgets.count_text`), and evicted keys do not come back. "prompt": the tokens of the row's
+    prompt. The budget then stays what it was after the prompt, as in the paper."""
     min_tokens: int = 128
     """Minimum number of keys per head if `heavy` or `recent` is a fraction. Sinks count toward it,
     and at least a quarter of it is recent keys. A shorter prompt is kept whole. 0: no minimum."""
@@ -249,6 +257,12 @@ class H2OConfig(Presets):
         """Whether the budget of any layer is a fraction."""
         return any(isinstance(x, float) for x in flatten((self.heavy, self.recent)))
 
+    @property
+    def grows(self) -> bool:
+        """Whether the budget of any layer grows with the text. Functions are not called."""
+        amounts = flatten((self.heavy, self.recent))
+        return self.ratio_of == "seen" and any(isinstance(x, float) and x for x in amounts)
+
     def for_model(self, model: Any) -> H2OConfig:
         """Fill in the fields that depend on the model: the shipped profile, the bits of a stored
         value, the bytes of a token.
@@ -280,7 +294,7 @@ class H2OConfig(Presets):
         )
 
     def tokens(self, n: int) -> tuple[int, int]:
-        """(heavy, recent) in tokens for a row whose prompt has n tokens, not counting padding.
+        """(heavy, recent) in tokens if fractions are of n tokens, not counting padding.
 
         All layers must have the same budget. If heads differ, this is their mean, rounded down.
         """
@@ -290,11 +304,12 @@ class H2OConfig(Presets):
         return mean_pair([count_pair(pair, *more) for pair in pairs])
 
     def count_held(self, n: int, prompt: int | None = None) -> int:
-        """Tokens that a row of n tokens holds at its end. Fractions are of `prompt` tokens, or of n
-        if `prompt` is None."""
+        """Tokens that a row of n tokens holds at its end, without pins. Its prompt had `prompt`
+        tokens, or n if `prompt` is None."""
         n = check_count("n", n, 0)
         prompt = n if prompt is None else check_count("prompt", prompt, 0)
-        return min(n, self.sinks + sum(self.tokens(prompt)))
+        counted = count_text(prompt, n) if self.ratio_of == "seen" else prompt
+        return min(n, self.sinks + sum(self.tokens(counted)))
 
     def layer_amounts(self, layer: int, layers: int) -> tuple[Any, Any]:
         """(heavy, recent) of one layer, each a single amount or one for each key/value head."""

@@ -45,6 +45,9 @@ class LayerPlan:
     """(heavy, recent) as given: one pair for each head, or one for all."""
     needs_prompt_length: bool = dataclasses.field(init=False, repr=False)
     """Whether any amount is a fraction."""
+    grows: bool = dataclasses.field(init=False, repr=False)
+    """Whether the budget grows with the text: any amount is a fraction above 0 of the text so far.
+    """
     floor: int = dataclasses.field(init=False, repr=False)
     """Minimum number of keys per head: `min_tokens`, or 0 if no amount is a fraction above 0."""
 
@@ -55,6 +58,7 @@ class LayerPlan:
         put(self, "policy", self.config.policy)
         put(self, "pairs", tuple(pair_amounts((self.heavy, self.recent), "key/value head")))
         put(self, "needs_prompt_length", bool(fractions))
+        put(self, "grows", any(fractions) and self.config.ratio_of == "seen")
         put(self, "floor", self.config.min_tokens if any(fractions) else 0)
 
     @classmethod
@@ -99,8 +103,8 @@ class LayerPlan:
     def head_tokens(
         self, n: int, pinned: int = 0, min_tokens: int | None = None
     ) -> list[tuple[int, int]]:
-        """(heavy, recent) in tokens for a row whose prompt has n tokens: one pair for each
-        key/value head, or a single pair for all.
+        """(heavy, recent) in tokens if fractions are of n tokens: one pair for each key/value head,
+        or a single pair for all.
 
         If heads have shares, the budget that all would have under equal shares is divided among
         them. Every head keeps the sinks. The rest of its budget is divided in the ratio of heavy to

@@ -89,11 +89,11 @@ class Presets:
     @classmethod
     def authors(cls, budget: Amount, budget_unit: BudgetUnit = "keys") -> Self:
         """The published algorithm: half of the budget for heavy hitters, half for recent tokens, no
-        `min_tokens`."""
+        `min_tokens`. A fraction is one of the prompt."""
         budget = check_whole_budget(budget)
         heavy, recent = split_heavy_recent(budget, 0.5)
         fields = {"heavy": heavy, "recent": recent, "budget_unit": budget_unit}
-        return cls._make(budget, fields | {"min_tokens": 0})
+        return cls._make(budget, fields | {"ratio_of": "prompt", "min_tokens": 0})
 
     @classmethod
     def robust(cls, budget: Amount, budget_unit: BudgetUnit = "keys") -> Self:

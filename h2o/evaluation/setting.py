@@ -15,7 +15,7 @@ from h2o.config.profile import Profile
 from h2o.policy import FIELDS
 from h2o.result_file import fingerprint
 
-OPTIONS = (*FIELDS, "positions", "kv_dtype", "budget_unit", "head_shares", "min_tokens")
+OPTIONS = (*FIELDS, "positions", "kv_dtype", "budget_unit", "head_shares", "ratio_of", "min_tokens")
 """Fields of H2OConfig that may follow after slashes. Budgets come before the slashes, and the kind
 of a setting determines whether it has a profile."""
 
@@ -48,7 +48,11 @@ A number with a point is a fraction of the text, one without is a number of toke
 follow after slashes, as in h2o:0.1+0.1/sinks=4/score_by=mean/value_weighted=true; there are
 {", ".join(OPTIONS)}.
 Only real caches can have positions=cache_relative. head_shares must be echo, and needs
-score_by=mean-echo. min_tokens is 0 by default."""
+score_by=mean-echo. By default min_tokens is 0, and ratio_of is prompt: a budget is constant."""
+
+CONSTANT: dict[str, Any] = {"min_tokens": 0, "ratio_of": "prompt"}
+"""Fields of settings that differ from H2OConfig's defaults, so that the budget of a measurement is
+the fraction itself"""
 
 KINDS = (
     "full",
@@ -168,7 +172,7 @@ def parse(text: str) -> Setting:
             return Setting(text, "full", H2OConfig.full())
         amounts = [parse_amount(part) for part in numbers.split("+")] if colon else []
         config, variant = _build(kind, amounts)
-        fields: dict[str, Any] = {"min_tokens": 0}
+        fields = dict(CONSTANT)
         if options:
             if variant not in ("h2o", "reread"):
                 raise ValueError(f"{kind} has no options")
@@ -201,18 +205,18 @@ def from_options(variant: str = "h2o", **policy: Any) -> Setting:
     check_choice("variant", variant, ("full", "h2o", *VARIANTS))
     if isinstance(policy.get("head_shares"), str):
         policy["head_shares"] = load_shares(policy["head_shares"])
-    return from_config(H2OConfig(**{"min_tokens": 0} | policy), variant)
+    return from_config(H2OConfig(**CONSTANT | policy), variant)
 
 
 def from_config(config: H2OConfig, variant: str = "h2o") -> Setting:
     """The setting of a config, unchanged. Raises: TypeError for anything but an H2OConfig."""
     check_config(config)
-    plain = dataclasses.asdict(config.with_defaults) | {"min_tokens": 0}
+    plain = dataclasses.asdict(config.with_defaults) | CONSTANT
     fields = dataclasses.asdict(config)
     if not config.shares_by_echo:
         fields["head_shares"] = plain["head_shares"]
-    if not config.needs_prompt_length:  # min_tokens has no effect
-        fields["min_tokens"] = 0
+    if not config.needs_prompt_length:  # they have no effect
+        fields |= CONSTANT
     options = "".join(f"/{name}={fields[name]}" for name in OPTIONS if fields[name] != plain[name])
     kind = "h2o" if variant == "h2o" else f"mask-{variant}"
     amounts = f"{config.heavy}+{config.recent}"

@@ -41,6 +41,7 @@ class Mode(str, Enum):
     BITS = "kv_dtype"
     FEW_BITS = "a kv_dtype that stores keys and values differently"
     CACHE_RELATIVE = 'positions="cache_relative"'
+    GROWTH = 'a fraction with ratio_of="seen"'
     PINS = "pinned"
     TRACE = "trace=True"
     COMPILED = "compileable=True"
@@ -105,6 +106,7 @@ Cell = Refused | Apart | Tested | Untested
 PROGRAMS = "tests/hf/test_random_programs.py"
 """The random programs"""
 SPANS = "tests/hf/test_named_eviction.py"
+GROWING = "tests/hf/test_growing_budgets.py"
 
 COUNTS_PADDING = (
     "this model's sliding windows or states would count it as text. Pad on the left "
@@ -149,6 +151,12 @@ REFUSED: tuple[tuple[Mode, Mode, str], ...] = (
         M.COMPILED,
         M.CACHE_RELATIVE,
         'each step looks angles up. Leave out compileable, or use positions="original"',
+    ),
+    (
+        M.COMPILED,
+        M.GROWTH,
+        'the slots of a graph do not grow with the text. Write ratio_of="prompt" for a fraction of '
+        "the prompt, or give a number of tokens, such as budget=512",
     ),
     (M.COMPILED, M.TRACE, "the record grows with each step. Leave out one of them"),
     (
@@ -217,6 +225,12 @@ REFUSED: tuple[tuple[Mode, Mode, str], ...] = (
     (M.VLLM, M.SHARED_KEYS, "a page has the keys of its own layer. Use an H2OCache"),
     (M.VLLM, M.CACHE_RELATIVE, 'keys come rotated. Use positions="original"'),
     (M.VLLM, M.RANDOM, "it is a baseline. Use h2o eval"),
+    (
+        M.VLLM,
+        M.GROWTH,
+        "a request has a page of one size. Leave out ratio_of, so that a fraction is one of the "
+        "prompt, or give a number of tokens",
+    ),
 )
 """Pairs that raise an error: (mode, other mode, why, and what to do instead)."""
 
@@ -234,8 +248,9 @@ APART: tuple[tuple[Mode, tuple[Mode, ...], str], ...] = (
     (
         M.RANDOM,
         (M.CHUNKS, M.BEAMS, M.CROP, M.NAMED_SPANS, M.TURNS, M.FORK, M.FILE, M.ROW_MOVES,
-         M.COMPILED, M.FROM_DYNAMIC, M.GENERATE_ALL, M.REREADING, M.PATCHED, M.CACHE_RELATIVE),
-        "only a simulation draws keys at random",
+         M.COMPILED, M.FROM_DYNAMIC, M.GENERATE_ALL, M.REREADING, M.PATCHED, M.CACHE_RELATIVE,
+         M.GROWTH),
+        "only a simulation draws keys at random, with constant budgets",
     ),
     (M.RANDOM, (M.ECHO, M.SHARED_BUDGET), "a cache has one ranking"),
     (M.PATCHED, (M.TURNS, M.FROM_DYNAMIC, M.REREADING, M.GENERATE_ALL), _FRESH),
@@ -299,6 +314,8 @@ TESTED: tuple[tuple[Mode, tuple[Mode, ...], str], ...] = (
         (M.SHARED_BUDGET, M.ECHO, M.BITS, M.FEW_BITS, M.PADDING, M.GAPS),
         "tests/hf/test_compress.py::test_rows_of_a_batch_are_readings_of_their_own",
     ),
+    (M.CROP, (M.GROWTH,), f"{GROWING}::test_assisted_decoding_takes_tokens_back"),
+    (M.REREADING, (M.GROWTH,), f"{GROWING}::test_a_document_that_was_compressed"),
     (
         M.REREADING,
         (M.HEAD_BUDGETS,),
@@ -401,5 +418,6 @@ def config_modes(config: H2OConfig) -> frozenset[Mode]:
         M.BITS: config.kv_dtype is not None and not differ,
         M.FEW_BITS: differ,
         M.CACHE_RELATIVE: config.positions == "cache_relative",
+        M.GROWTH: config.grows,
     }
     return frozenset(mode for mode, holds in asked.items() if holds)

@@ -52,8 +52,9 @@ def config_of_entry(
 
 
 def _config(entry: Mapping[str, Any]) -> H2OConfig:
-    """The config of an entry, not yet checked for vLLM."""
-    fields = {name: x for name, x in entry.items() if name not in ("cut", "whole_prompts")}
+    """The config of an entry, not yet checked for vLLM. Fractions are of the prompt."""
+    given = {name: x for name, x in entry.items() if name not in ("cut", "whole_prompts")}
+    fields = {"ratio_of": "prompt"} | given
     if "preset" not in fields:
         return H2OConfig(**fields)
     preset = {name: fields.pop(name) for name in ("budget", "budget_unit") if name in fields}

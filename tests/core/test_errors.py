@@ -340,15 +340,11 @@ STEP_STATES = [
         [[2, 2], [3, LAST]],
         r"^slots.next_slot\[1, 1\]: is 2147483647, wanted 0..3",
     ),
-    ("slots.budget", [[LAST, LAST], [2, 3]], "^slots.keys: all 6 slots of row 0 are taken"),
-    ("slots.budget", [[4, 4], [2, 3]], "^slots.keys: all 6 slots of row 0 are taken"),
 ]
 EVICT_STATES = [
-    ("slots.seen_tokens", [7, 4], r"^slots.positions\[1, 0\]: 3 of the slots are filled"),
     ("slots.seen_tokens", [3, 3], r"^slots.positions\[0, 0\]: 5 of the slots are filled"),
     ("slots.positions", [[[0, 1, -1, 4, 5, 6]] * 2, [[0] * 6] * 2], r"\[1, 0\]: 6 of the slots"),
     ("slots.positions", [[[0, 1, -1, 4, 5, 6]] * 2, [[-1, -1, -1, 0, 1, 2]] * 2], r"\[1, 0\]: 3"),
-    ("slots.positions", [[[-1] * 6] * 2, [[0, 1, 2, -1, -1, -1]] * 2], r"\[0, 0\]: 0 of the"),
 ]
 
 

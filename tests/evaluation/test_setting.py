@@ -11,6 +11,7 @@ from h2o import H2OConfig
 from h2o.config import PARAMETERS
 from h2o.config.profile import _load_shipped
 from h2o.evaluation.setting import (
+    CONSTANT,
     OPTIONS,
     from_config,
     from_options,
@@ -24,7 +25,7 @@ from h2o.policy import Policy
 def exact(config: H2OConfig) -> H2OConfig:
     """The config as a setting has it: fractions have no lower limit unless the setting names
     one."""
-    return dataclasses.replace(config, min_tokens=0)
+    return dataclasses.replace(config, **CONSTANT)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +160,7 @@ def test_every_field_of_a_config_can_be_written():
     assert OPTIONS[: len(Policy._fields)] == Policy._fields
     written = "h2o:4+5/decay=0.5/value_weighted=True/kv_dtype=int8"
     config = H2OConfig(
-        heavy=4, recent=5, decay=0.5, value_weighted=True, kv_dtype="int8", min_tokens=0
+        heavy=4, recent=5, decay=0.5, value_weighted=True, kv_dtype="int8", **CONSTANT
     )
     assert parse(written).config == config
     assert from_config(config).name == written
@@ -234,15 +235,15 @@ def test_settings_keep_what_they_say():
     assert [x.config.min_tokens for x in parse_all("h2o,robust,calibrated-bytes", "0.1")] == [0] * 3
     assert from_options(heavy=0.1, recent=0.1).config.min_tokens == 0
     assert from_options(budget=0.1).name == from_config(exact(H2OConfig(budget=0.1))).name
-    assert from_config(H2OConfig()).name == "budget:0.2/min_tokens=128"
-    assert from_config(H2OConfig(heavy=0.1)).name == "h2o:0.1+0.1/min_tokens=128"
+    assert from_config(H2OConfig()).name == "budget:0.2/ratio_of=seen/min_tokens=128"
+    assert from_config(H2OConfig(heavy=0.1)).name == "h2o:0.1+0.1/ratio_of=seen/min_tokens=128"
     for text in ("budget:0.1/min_tokens=128", "h2o:0.1+0.2/min_tokens=9", "budget:64/sinks=2"):
         assert from_config(parse(text).config).name == text
     assert parse("h2o:0.2/min_tokens=64").describe()["min_tokens"] == 64
 
 
 def test_presets():
-    assert H2OConfig.authors(0.2) == H2OConfig(heavy=0.1, recent=0.1, min_tokens=0)
+    assert H2OConfig.authors(0.2) == H2OConfig(heavy=0.1, recent=0.1, **CONSTANT)
     ranking = {"score_by": "mean", "value_weighted": True}
     assert H2OConfig.robust(0.2) == H2OConfig(heavy=0.15, recent=0.05, sinks=4, **ranking)
     assert H2OConfig.robust(44) == H2OConfig(heavy=30, recent=10, sinks=4, **ranking)

@@ -218,6 +218,12 @@ def build(modes: set[Mode], number: int, *, with_room: bool = False) -> Program:
     with_room = with_room and not rounds and not modes & {M.SIMULATED, M.GENERATE_ALL}
     if with_room:
         settings = {"heavy": ROOM, "recent": 5}
+    has_fractions = any(isinstance(settings.get(x), float) for x in ("heavy", "recent"))
+    if M.GROWTH in modes and not has_fractions:
+        settings = dict(BUDGETS[1]) if "budget" in settings else settings
+        settings |= {"recent": 0.15, "min_tokens": 4}
+    elif M.GROWTH not in modes and has_fractions:
+        settings["ratio_of"] = "prompt"
     if M.SHARED_BUDGET in modes:
         settings["head_shares"] = "echo"
     if modes & {M.ECHO, M.SHARED_BUDGET}:

@@ -309,6 +309,7 @@ class Run:
         ids, mask = self.tokens(columns, left)
         mask[-1, list(holes)] = 0
         self.count(ids, mask)
+        ratio_of = "seen" if ratio_of == "prompt" and self.config.grows else ratio_of
         got, seen = self._simulated(ids, mask, prompt, ratio_of)
         for number, row in enumerate(self.rows):
             if ratio_of == "text":

@@ -27,7 +27,8 @@ def test_a_tenth_is_the_part_that_is_not_given():
     for config in (H2OConfig(heavy=0.1), H2OConfig(recent=0.1)):
         assert (config.budget, config.heavy, config.recent) == (None, 0.1, 0.1)
         assert config.policy == Policy(sinks=0, score_by="sum", decay=1.0, value_weighted=False)
-        assert dataclasses.replace(config, min_tokens=0) == H2OConfig.authors(0.2)
+        of_prompt = dataclasses.replace(config, min_tokens=0, ratio_of="prompt")
+        assert of_prompt == H2OConfig.authors(0.2)
 
 
 def test_fractions_are_of_the_prompt_and_truncated():
@@ -41,9 +42,12 @@ def test_what_a_row_holds_at_its_end():
     assert H2OConfig(heavy=3, recent=4, sinks=2).count_held(100) == 9
     assert H2OConfig(heavy=3, recent=4, sinks=2).count_held(8) == 8
     assert H2OConfig(heavy=0.25, recent=2, min_tokens=0).count_held(40) == 12
-    assert H2OConfig(heavy=0.25, recent=2, min_tokens=0).count_held(40, prompt=20) == 7
+    of_prompt = {"min_tokens": 0, "ratio_of": "prompt"}
+    assert H2OConfig(heavy=0.25, recent=2, **of_prompt).count_held(40, prompt=20) == 7
+    assert H2OConfig(heavy=0.25, recent=2, min_tokens=0).count_held(40, prompt=20) == 12
+    assert H2OConfig(heavy=0.25, recent=2, min_tokens=0).count_held(47, prompt=20) == 13
     assert H2OConfig.full().count_held(7) == 7
-    assert H2OConfig(heavy=0.1, recent=0.1, min_tokens=0).count_held(100, prompt=5) == 2
+    assert H2OConfig(heavy=0.1, recent=0.1, **of_prompt).count_held(100, prompt=5) == 2
 
 
 def test_numbers_of_other_libraries_become_plain():

@@ -111,7 +111,8 @@ def test_shares_for_another_model():
 
 def test_amounts_for_each_head():
     text = inputs.drifting(3, B=2, H=4, G=2, N=40)
-    cache = new_cache(heavy=[[3, 9]], recent=[[2, 0.5]], min_tokens=0, prompt_length=20)
+    of_prompt = {"min_tokens": 0, "ratio_of": "prompt", "prompt_length": 20}
+    cache = new_cache(heavy=[[3, 9]], recent=[[2, 0.5]], **of_prompt)
     feed(cache, text, [20, *[1] * 20])
     report = cache.layers[0].report()
     assert report.budget_by_head == [[5, 19]] * 2

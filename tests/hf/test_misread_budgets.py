@@ -147,7 +147,7 @@ def test_a_limit_that_is_given_or_has_no_effect_is_not_noticed(given):
 def test_a_text_that_outgrows_its_first_turn_is_noticed(settings, min_tokens):
     ours, (first, *turns) = model("llama"), prompts(25, 40, 40, 40)
     words = ", ".join(f"{name}={x}" for name, x in settings.items())
-    cache = H2OCache(ours, **settings, min_tokens=min_tokens)
+    cache = H2OCache(ours, **settings, min_tokens=min_tokens, ratio_of="prompt")
     with without_warning(), torch.no_grad():
         greedy(ours, {"input_ids": first}, 4, **with_cache(cache))  # 28 tokens
         ours(turns[0], **with_cache(cache))
@@ -169,7 +169,7 @@ def test_texts_that_do_not_outgrow_their_prompt_are_not_noticed():
             ours(first, **with_cache(cache))
             ours(turn, **with_cache(cache))
         assert "was a fraction" not in cache.report().note
-    cache = H2OCache(ours, budget=0.2, min_tokens=0)
+    cache = H2OCache(ours, budget=0.2, min_tokens=0, ratio_of="prompt")
     with without_warning():
         greedy(ours, {"input_ids": first}, 120, **with_cache(cache))
     assert "the text now has 144" in cache.report().note

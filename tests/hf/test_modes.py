@@ -33,7 +33,7 @@ SMALL = {"heavy": 4, "recent": 4}
 RELATIVE = {"positions": "cache_relative"}
 M = Mode
 
-UNTESTED = {frozenset((M.VLLM, M.IMAGES))}
+UNTESTED = {frozenset((M.VLLM, M.IMAGES)), frozenset((M.GROWTH, M.TENSOR_PARALLEL))}
 """Pairs that are allowed and that no test combines. Take one out with its test."""
 
 
@@ -83,11 +83,13 @@ def test_modes_of_a_config():
     assert config_modes(H2OConfig(**SMALL, kv_dtype="int8")) == {M.BITS}
     assert config_modes(H2OConfig(heavy=[4, 5], recent=4)) == {M.HEAD_BUDGETS}
     assert config_modes(H2OConfig(heavy=lambda i, n: 4, recent=4)) == {M.HEAD_BUDGETS}
-    echo = {M.HEAD_BUDGETS, M.SHARED_BUDGET, M.ECHO, M.FEW_BITS}
+    echo = {M.HEAD_BUDGETS, M.SHARED_BUDGET, M.ECHO, M.FEW_BITS, M.GROWTH}
     assert config_modes(H2OConfig(budget=0.2, kv_dtype="int8-int4")) == echo
     both = H2OConfig(**SMALL, **RELATIVE, head_shares=[[1.0, 2.0]])
     assert config_modes(both) == {M.HEAD_BUDGETS, M.CACHE_RELATIVE}
     assert config_modes(H2OConfig(**SMALL, score_by="random")) == {M.RANDOM}
+    assert config_modes(H2OConfig(heavy=[4, [2, 0.1]], recent=0)) == {M.HEAD_BUDGETS, M.GROWTH}
+    assert config_modes(H2OConfig.authors(0.2)) == config_modes(H2OConfig(heavy=0.0)) - {M.GROWTH}
 
 
 @pytest.mark.parametrize(
@@ -214,6 +216,8 @@ PROVOKED = {
     (M.VLLM, M.LATENT): f"{IN_VLLM}::test_kinds_of_attention_are_refused",
     (M.VLLM, M.SHARED_KEYS): f"{IN_VLLM}::test_keys_of_other_layers_are_refused",
     (M.VLLM, M.CACHE_RELATIVE): lambda: config_of_entry(SMALL | RELATIVE),
+    (M.VLLM, M.GROWTH): lambda: config_of_entry({"budget": 0.2, "ratio_of": "seen"}),
+    (M.COMPILED, M.GROWTH): lambda: H2OCache(shared("llama"), heavy=0.1, compileable=True),
     (M.VLLM, M.RANDOM): lambda: config_of_entry(SMALL | {"score_by": "random"}),
 }
 """A call for each refused pair, or the test that makes it where vLLM is installed."""

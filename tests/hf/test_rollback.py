@@ -138,7 +138,8 @@ def watched(ours, cache, inputs, **more):
 @pytest.mark.parametrize(("setting", "way"), checkered(SETTINGS, WAYS))
 def test_a_small_budget_gives_what_the_same_chunks_give(setting, way):
     ours, parameters, _ = opened(setting)
-    parameters = parameters | {"prompt_length": 36}
+    # A budget that grows would count the tokens that are taken back.
+    parameters = parameters | {"prompt_length": 36, "ratio_of": "prompt"}
     cache = recording(H2OCache(ours.config, **parameters))
     got, passes = watched(ours, cache, repeated(), **drafted(way, ours))
     assert len({chunk.shape[1] for chunk in passes[1:]}) > 1
@@ -177,7 +178,8 @@ def test_patched(way):
     with patched(ours, H2OConfig.full()):
         got = greedy(ours, repeated(), 24, **more)
     assert got.tolist() == greedy(model("llama", "sdpa"), repeated(), 24).tolist()
-    with patched(ours, heavy=0.25, recent=0.25, min_tokens=0) as patch:
+    of_prompt = {"ratio_of": "prompt", "min_tokens": 0}
+    with patched(ours, heavy=0.25, recent=0.25, **of_prompt) as patch:
         greedy(ours, repeated(), 24, **more)
         assert patch.cache.report().layers[0].budget == [18]
 

@@ -40,7 +40,7 @@ FLOORED = {
 def test_no_head_keeps_fewer(kind):
     """No head may keep fewer keys than `min_tokens`, or fewer recent keys than a quarter of it."""
     ours, (ids,) = model("llama"), prompts(70)
-    more = {"compileable": True} if kind == "compileable" else {}
+    more = {"compileable": True, "ratio_of": "prompt"} if kind == "compileable" else {}
     cache = H2OCache(ours.config, **FLOORED[kind], **more, min_tokens=LEAST)
     ours(ids, **with_cache(cache))
     for layer in range(2):
@@ -107,7 +107,7 @@ def test_a_later_pass_of_several_tokens_is_a_turn(reply, min_tokens):
     """A second turn must not count as a prompt and change the budget, even after a reply of a
     single token."""
     ours, (first, second) = model("llama"), prompts(60, 9)
-    config = dataclasses.replace(H2OConfig.robust(0.2), min_tokens=min_tokens)
+    config = dataclasses.replace(H2OConfig.robust(0.2), min_tokens=min_tokens, ratio_of="prompt")
     cache = H2OCache(ours.config, config)
     said = greedy(ours, {"input_ids": first}, reply, **with_cache(cache))
     budget = cache.report().layers[0].budget
@@ -126,7 +126,7 @@ def test_a_later_pass_of_several_tokens_is_a_turn(reply, min_tokens):
 @pytest.mark.parametrize("min_tokens", [0, 128])
 def test_a_prompt_of_one_token(min_tokens):
     ours, (ids,) = model("llama"), prompts(1)
-    settings = {"heavy": 0.2, "recent": 0.2, "min_tokens": min_tokens}
+    settings = {"heavy": 0.2, "recent": 0.2, "min_tokens": min_tokens, "ratio_of": "prompt"}
     cache = H2OCache(ours.config, **settings)
     answer = greedy(ours, {"input_ids": ids}, 12, **with_cache(cache))
     assert cache.report().layers[0].kept == [12 if min_tokens else 2]
@@ -209,7 +209,7 @@ def test_one_number_everywhere(budget):
     (one,) = h2o.generate_all(ours, [ids[0].tolist()], rows=1, max_new_tokens=9, **settings,
         generation_config=GenerationConfig(eos_token_id=None, pad_token_id=0))  # fmt: skip
     assert one.ids == wanted[0].tolist()
-    how = {"prompt_length": 60, "ratio_of": "prompt"}
+    how = {"prompt_length": 60, "ratio_of": "seen"}
     with h2o.simulated(ours, **settings, **how):
         logits = ours(torch.cat([ids, wanted[:, :-1]], 1), use_cache=False).logits
     assert logits[0, 59:].argmax(-1).tolist() == wanted[0].tolist()

@@ -199,7 +199,7 @@ def check_rows_alone(model, rows, prompts, side: str = "left", **chosen):
 def test_equals_the_cache(family, chosen):
     model = tiny.model(family, "sdpa")
     settings = policy(chosen, model)
-    base = {"ratio_of": "prompt"} if isinstance(settings["heavy"], float) else {}
+    base = {"ratio_of": "seen"} if isinstance(settings["heavy"], float) else {}
     prompt = 40 if base else PROMPT
     # The keys differ by float32 rounding, which sometimes leads to different quantized values.
     atol = 2e-2 if "kv_dtype" in settings else 2e-4
@@ -230,7 +230,7 @@ def test_equals_the_cache_where_layers_are_of_other_kinds(family, chosen):
     pass sums states in another order than single steps do, hence the tolerance."""
     model, (ids,) = tiny.model(family), tiny.prompts(36, seed=3)
     atol = 2e-2 if chosen == "int8" else 5e-3 if family in WINDOWS_AND_STATES else 2e-4
-    prove(model, ids, 20, atol, base={"ratio_of": "prompt"}, **policy(chosen, model))
+    prove(model, ids, 20, atol, base={"ratio_of": "seen"}, **policy(chosen, model))
 
 
 @pytest.mark.parametrize("prompt_length", [1, 2, 40, TEXT - 1, TEXT])
@@ -589,7 +589,7 @@ def test_peft_models():
         ({"prompt_length": 2.5}, TypeError, "prompt_length is 2.5; expected an integer"),
         ({"prompt_length": True}, TypeError, "prompt_length is True; expected an integer"),
         ({"prompt_length": 2**31}, ValueError, "from 1 to 2147483647"),
-        ({"ratio_of": "page"}, ValueError, 'expected "text" or "prompt"'),
+        ({"ratio_of": "page"}, ValueError, 'expected "text", "seen" or "prompt"'),
         ({"heavy": 0, "recent": 0}, ValueError, "budget of 0"),
         ({"heavier": 1}, TypeError, "unknown parameter"),
         ({"heavy": [1, 2, 3]}, ValueError, "each needs one per layer|amounts"),

@@ -41,6 +41,7 @@ def step(
     lengths = slots.seen_tokens.view(B, 1, 1).int()  # the position of the new token
     seen = lengths + 1
     budget = split_budget(slots.budget, policy.sinks)
+    held = (view.by_head(slots.positions, -1) >= 0).sum(-1, keepdim=True)  # [B, G, 1]
     index = view.index_of(slots.next_slot)
     for rows, new in quantize_like_slots(key, value, slots):
         view.write_rows(rows, index, new, real)
@@ -60,7 +61,6 @@ def step(
         else:
             keys = hadamard(keys)
     if table is not None and ranks is not None:
-        held = torch.minimum(lengths, budget.k)  # [B, 1 or G, 1] number of keys held
         view.write(ranks, index, held, real)
         keys = rotate_by(keys.float(), table[view.add_head_axis(ranks).clamp(0, len(table) - 1)])
         queries = rotate_by(queries, table[held])
@@ -85,7 +85,7 @@ def step(
 
     ranks_now = rank_keys(policy, scores, positions, norms, seen, budget)
     position, last = lowest(ranks_now, positions)
-    evicts = seen > budget.k  # [B, 1 or G, 1]
+    evicts = held >= budget.k
     if real is not None:
         evicts = evicts & real
     score = scores.gather(-1, last)
@@ -96,7 +96,7 @@ def step(
         after = view.by_head(ranks, -1)
         view.write_by_head(ranks, after - ((after > rank) & evicts).int())
         view.write(ranks, last, rank.masked_fill(evicts, -1))
-    free = torch.where(evicts, view.slot_within_head(last), seen)[..., 0]
+    free = torch.where(evicts, view.slot_within_head(last), held + 1)[..., 0]
     slots.next_slot.copy_(
         free if real is None else torch.where(real[..., 0], free, slots.next_slot)
     )

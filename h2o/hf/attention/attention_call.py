@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from h2o import backends, ops
+from h2o import ops
 from h2o.hf.model_traits.tagged_tensor import plain
 from h2o.policy import Policy
 from h2o.quantization import round_to_bytes
@@ -194,24 +194,14 @@ def attention(tokens: NewTokens, slots: ops.Slots | None, policy: Policy) -> tup
 
 
 def evict_after(
-    attend: Callable[[], tuple[Tensor, Tensor]],
-    tokens: NewTokens,
-    slots: ops.Slots,
-    policy: Policy,
-    *,
-    has_room: bool = False,
+    attend: Callable[[], tuple[Tensor, Tensor]], tokens: NewTokens, slots: ops.Slots, policy: Policy
 ) -> Tensor:
     """Return the output of `attend`, and evict by the scores that it returns. Pinned keys stay
-    pinned. If an error is raised, the slots are unchanged.
-
-    `has_room`: whether heads may hold fewer keys than their budget allows."""
+    pinned. If an error is raised, the slots are unchanged."""
     scores_before = slots.scores.clone()
     try:
         out, scores = attend()
-        if has_room:
-            backends.evict_with_room(tokens.key, tokens.value, scores, tokens.mask, slots, policy)
-        else:
-            ops.evict(tokens.key, tokens.value, scores, slots, mask=tokens.mask, policy=policy)
+        ops.evict(tokens.key, tokens.value, scores, slots, mask=tokens.mask, policy=policy)
     except Exception:  # attend has changed nothing but the scores
         slots.scores.copy_(scores_before)
         raise

@@ -69,7 +69,7 @@ def generate_all(
         model: a causal language model of transformers, in eval mode.
         prompts: each a text, a chat, token ids or a `Request`. May be an endless iterator: a prompt
             is taken only when a row is idle.
-        h2o_config, parameters: as for `H2OCache`. Fractions are of each prompt.
+        h2o_config, parameters: as for `H2OCache`. Fractions are of each request's own text.
         rows: number of requests that are decoded at a time. `h2o info --memory` counts how many
             fit. Prompts being prefilled (one, or short ones of up to 512 tokens, 2,048 on a GPU)
             need memory for keys and values on top.
@@ -84,9 +84,9 @@ def generate_all(
         on_token: called with the index of a request and each new token.
         as_completed: yield results as they finish, not in the order of the prompts.
         compileable: use torch.compile: one graph for the decode steps of all rows. Compiling takes
-            about a minute. Prompts are prefilled eagerly. Give budgets in tokens: with fractions a
-            longer prompt lengthens all rows, so that steps are compiled again. A model that cannot
-            be compiled runs eagerly, with a warning.
+            about a minute. Prompts are prefilled eagerly. Give budgets in tokens. A fraction needs
+            `ratio_of="prompt"`, and a longer prompt then lengthens all rows, so that steps are
+            compiled again. A model that cannot be compiled runs eagerly, with a warning.
         chat_template_kwargs: arguments of the chat template, such as `{"enable_thinking": False}`
             or `{"tools": [...]}`, for each prompt that is a chat and whose `Request` has none.
 
@@ -128,7 +128,7 @@ def generate_all(
         prefix = copy_of_prefix(check_prefix(prefix, config))  # the caller may use the original
     settings = Settings(
         model, config, generation_config, max_new_tokens, tokenizer, prefix, seed, pinned,
-        on_token, batch.angles, chat_template_kwargs or {},
+        on_token, batch.angles, chat_template_kwargs or {}, compileable,
     )  # fmt: skip
     results = Scheduler(settings, prompts, batch).run()
     return results if as_completed else _in_order(results)

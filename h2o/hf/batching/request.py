@@ -38,7 +38,7 @@ from h2o.hf.chat.chat_template import arguments_of, is_chat, prompt_ids
 from h2o.hf.chat.system_turn import system_span
 from h2o.hf.conversation.pins import Pins
 from h2o.hf.model_traits.wrappers import check_pins, input_device, model_after_prompt
-from h2o.hf.modes import Mode, check_modes
+from h2o.hf.modes import Mode, check_modes, config_modes
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope, positions_after
 from h2o.hf.support import text_config_of
 from h2o.model_identity import vocabulary_of
@@ -103,6 +103,7 @@ class Settings:
     on_token: Callable[[int, int], Any] | None
     angles: LengthDependentRope
     chat_template_kwargs: Mapping[str, Any]
+    is_compiled: bool = False
 
     def __post_init__(self) -> None:
         self.virtual = num_virtual_tokens(self.model)
@@ -191,6 +192,8 @@ class Settings:
             config = get_plan(self.model, text_config_of(self.model.config), config).h2o_config
             names = ("budget", "heavy", "recent", "budget_unit")
             budgets = {name: getattr(self.config, name) for name in names}
+            if self.is_compiled:
+                check_modes({Mode.COMPILED, *config_modes(config)})
             if dataclasses.replace(config, **budgets) != self.config:
                 raise ValueError(
                     f"a request's config may differ from the call's only in heavy, recent and "

@@ -12,22 +12,27 @@ from __future__ import annotations
 
 import textwrap
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from h2o.budgets import count_text, next_growth
 from h2o.compat import with_cache
 from h2o.compat_wrappers import compile_errors
 from h2o.config import H2OConfig
+from h2o.config.head_budgets import expand_to_heads
+from h2o.config.layer_plan import LayerPlan
 from h2o.errors import UnsupportedError
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.cache_state import recurrent_states
+from h2o.hf.conversation.pins import NOTHING_PINNED
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.model_traits.layer_kinds import has_states
 from h2o.hf.model_traits.wrappers import check_passes, input_device, model_after_prompt
 from h2o.hf.modes import Mode, check_modes, config_modes
+from h2o.hf.prompt.prompt_budget import PromptRows, gained_keys
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
 from h2o.hf.support import model_modes
 
@@ -55,6 +60,8 @@ class RowBatch:
         """Number of tokens that each row has seen; 0 if the row is idle"""
         self.offsets = [0] * rows
         """Difference between each row's next position and its number of tokens"""
+        self.growing: dict[int, GrowingRow] = {}
+        """The rows whose budget follows their text"""
         self._selected_rows: list[int] = []
         self._has_states = any(map(has_states, self.cache.layers))
         self.angles = LengthDependentRope(model)
@@ -77,7 +84,10 @@ class RowBatch:
         """
         for row, source_row, n in zip(rows, source_rows, tokens, strict=True):
             self.tokens[row] = n
-            self.offsets[row] = joining.guard.state.row(source_row).offset or 0
+            state = joining.guard.state.row(source_row)
+            self.offsets[row] = state.offset or 0
+            if any(plan.grows for plan in joining.guard.plans.values()):
+                self.growing[row] = GrowingRow(joining.guard.plans, state.counted)
         B, longest = len(self.tokens), max(self.tokens)
         for layer, other in zip(self.cache.layers, joining.layers, strict=True):
             if isinstance(layer, H2OLayer):
@@ -92,6 +102,7 @@ class RowBatch:
     def leave(self, row: int) -> None:
         """Make a row idle."""
         self.tokens[row] = 0
+        self.growing.pop(row, None)
 
     @torch.no_grad()
     def step(self, ids: dict[int, int]) -> Tensor:
@@ -103,6 +114,8 @@ class RowBatch:
         Returns:
             Logits [n, vocabulary], in the order of `ids`.
         """
+        if any(self.tokens[row] + 1 >= x.grows_at for row, x in self.growing.items()):
+            self._grow()
         groups, parts = self.angles.groups(list(ids), [n + 1 for n in self.tokens]), []
         for rows in groups:
             self.angles.forget()
@@ -112,6 +125,21 @@ class RowBatch:
             return parts[0]
         place = {row: i for i, row in enumerate(row for rows in groups for row in rows)}
         return torch.cat(parts)[[place[row] for row in ids]]
+
+    def _grow(self) -> None:
+        """Raise the budgets of rows before a step."""
+        counted = {row: x.count(self.tokens[row] + 1) for row, x in self.growing.items()}
+        for layer in h2o_layers(self.cache):
+            gains = [[(0, 0)]] * len(self.tokens)
+            for row, after in counted.items():
+                lengths = self.growing[row].counted, after
+                old, new = (PromptRows([n], [n], NOTHING_PINNED) for n in lengths)
+                plan = self.growing[row].plans[layer.layer_idx]
+                known = layer.num_heads, layer.facts.part, layer.token_size
+                (gains[row],) = gained_keys(old, new, plan, *known)
+            layer.put_budget(layer.raised_budget(expand_to_heads(gains, layer.num_heads)))
+        for row, after in counted.items():
+            self.growing[row] = self.growing[row]._replace(counted=after)
 
     def _step_rows(self, rows: list[int], ids: dict[int, int]) -> Tensor:
         """Logits [len(rows), vocabulary] of a decode step in these rows."""
@@ -151,6 +179,24 @@ class RowBatch:
         for layer in h2o_layers(self.cache):
             numbers = torch.tensor(rows, dtype=torch.int32, device=layer.slots.keys.device)
             layer.select_rows(numbers if rows else None)
+
+
+class GrowingRow(NamedTuple):
+    """A row whose budget follows its text."""
+
+    plans: Mapping[int, LayerPlan]
+    """The budgets of its request, by layer number"""
+    counted: int
+    """`RowState.counted`"""
+
+    @property
+    def grows_at(self) -> int:
+        """Number of tokens at which the budget grows next."""
+        return next_growth(self.counted)
+
+    def count(self, tokens: int) -> int:
+        """`counted` for a text of so many tokens."""
+        return count_text(self.counted, tokens)
 
 
 class CompiledForward:

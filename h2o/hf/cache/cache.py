@@ -70,7 +70,7 @@ class H2OCache(CacheRemoval):
             because a config cannot distinguish a fine-tuned model from the original.
         h2o_config: an `H2OConfig`. Its fields may be passed as keyword arguments instead: `budget`,
             or `heavy`, `recent`, `sinks`, `min_tokens`, `score_by`, `decay`, `value_weighted`,
-            `positions`, `head_shares`, `kv_dtype`, `budget_unit`. Without any budget it is 0.2.
+            `positions`, `head_shares`, `kv_dtype`, `budget_unit`, `ratio_of`. The default is 0.2.
         prompt_length: number of tokens in the prompt, not counting padding: an int, or one int per
             row. Needed only if your own loop prefills the prompt in several forward passes, and the
             budget is a fraction of it or `pinned` is `"prompt"`. Otherwise the first forward pass
@@ -83,8 +83,8 @@ class H2OCache(CacheRemoval):
             `reset()` keeps these pins.
         trace: record when each key is evicted; see `evicted_at`.
         compileable: let torch.compile capture all decode steps in one graph. Slots for the whole
-            budget are allocated at once. Not supported with `trace`, cache-relative positions,
-            sliding windows, latent attention or keys shared between layers.
+            budget are allocated at once, so a fraction needs `ratio_of="prompt"`. The pairs of
+            modes that cannot be combined (docs/reference/models.md) raise an error.
 
     Raises:
         UnsupportedError: (a ValueError) h2o does not support the model. The message says why.
@@ -182,8 +182,7 @@ class H2OCache(CacheRemoval):
             model.generate(question, cache=cache.fork())
         ```
 
-        `copy.copy(cache)` and `copy.deepcopy(cache)` do the same. Fractional budgets remain
-        fractions of the document.
+        `copy.copy(cache)` and `copy.deepcopy(cache)` do the same.
 
         Args:
             rows: copies of each batch row, at least 1, for asking several questions in one batch.

@@ -171,32 +171,29 @@ class CacheInspection(Cache):
             broken=self.guard.is_broken,
             echo_replacement=self.echo_replacement,
             budget=self.config.described_budget,
-            prompt_tokens=self._prompt_tokens(),
+            budget_tokens=self._budget_tokens(),
         )
 
-    def _prompt_tokens(self) -> int:
-        """Tokens of the longest prompt, if the budget is a fraction of it; 0 for a budget in tokens
-        and before the prompt."""
-        state = self.guard.state
-        if not state.prompt_columns:
-            return 0
+    def _budget_tokens(self) -> int:
+        """Tokens of the longest row that the budget is a fraction of; 0 for a budget in tokens and
+        before the prompt."""
         if not any(plan.needs_prompt_length for plan in self.guard.plans.values()):
             return 0
-        return max(state.prompts or [0])
+        return max(row.counted for row in self.guard.state.rows)
 
     def _warn_of_growth(self, seen: int, new_tokens: int) -> None:
         """Warn once if a turn or a chunk of `new_tokens` tokens, after `seen` others, is evicted
         down to a fraction of a much shorter prompt."""
         if self._has_warned_of_growth:
             return
-        total, prompt_tokens = seen + new_tokens, self._prompt_tokens()
-        if has_outgrown(total, prompt_tokens) and any(
+        total, budget_tokens = seen + new_tokens, self._budget_tokens()
+        if has_outgrown(total, budget_tokens) and any(
             total > max(layer.capacity.widest, default=0)
             for layer in self.layers
             if isinstance(layer, H2OLayer)
         ):
             self._has_warned_of_growth = True
-            warn_user(explain_growth(self.config.described_budget, prompt_tokens, total))
+            warn_user(explain_growth(self.config.described_budget, budget_tokens, total))
 
     def is_prompt_only(self) -> bool:
         """Whether the cache has seen a single forward pass."""

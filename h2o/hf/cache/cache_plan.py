@@ -58,8 +58,6 @@ class CachePlan:
         self.h2o_config, self._echo, self.echo_replacement = adapt_config(config, h2o_config)
         self._traits = Traits.of(config)
         check_settings(self._traits, self.h2o_config)
-        self.modes = self._traits.modes | config_modes(self.h2o_config)
-        """The modes of the model and of the settings"""
         self.model_shape = describe(config)
         self.model_settings = json.dumps(settings_of(config))
         """JSON of the config's settings, for files. A text, because forks copy what a cache has"""
@@ -75,6 +73,8 @@ class CachePlan:
         }
         """Number of states of each kind, for the layers that have states"""
         self.h2o_config = _with_lists(self.h2o_config, self.kinds)
+        self.modes = self._traits.modes | config_modes(self.h2o_config)
+        """The modes of the model and of the settings"""
         self.plans = {
             index: LayerPlan.of(self.h2o_config, index, len(self.kinds))
             for index, kind in enumerate(self.kinds)

@@ -25,14 +25,14 @@ from h2o.hf.attention.attention import mask_length_error
 from h2o.hf.conversation.forward_pass import ForwardPass
 from h2o.hf.conversation.pass_guard import WITHOUT_CACHE, PassGuard
 from h2o.hf.conversation.seen_text import SeenText
-from h2o.hf.conversation.state import NewColumns, after, broadcast
-from h2o.hf.prompt.prompt_budget import check_late_rows
+from h2o.hf.conversation.state import CacheState, NewColumns, after, broadcast
+from h2o.hf.prompt.prompt_budget import check_late_rows, grow_budgets
 from h2o.model_identity import difference, rotary_difference
 
 
 def plan_pass(cache: Any, new: int) -> ForwardPass:
     """Check the mask, positions and ids of a forward pass with `new` columns, which is about to
-    begin, and compute the state of the cache after it.
+    begin, and compute the state of the cache after it. Budgets that follow the text are raised.
 
     Raises:
         UnsupportedError: a wrapper inserts embeddings before each decode step.
@@ -41,7 +41,10 @@ def plan_pass(cache: Any, new: int) -> ForwardPass:
             tokens. Or the mask disagrees with the cache about earlier padding, or sliding windows
             or states would count padding as text.
     """
-    guard, before = cache.guard, cache.guard.state
+    guard = cache.guard
+    if guard.growth is not None:
+        guard.take_back_growth()
+    before = guard.state
     seen = before.columns
     if guard.has_independent_rows:
         return ForwardPass(before, after(before, new, before.rows), new)
@@ -50,23 +53,40 @@ def plan_pass(cache: Any, new: int) -> ForwardPass:
     text = guard.told
     if text is None or text.ids.shape[1] != new:  # a wrapper inserts embeddings
         text = find_call(cache)
-    if text is None:
-        then = NewColumns(new).advance(before, None, guard.records_passes)
-        return ForwardPass(before, then, new)
-    if text.config is not guard.checked_config:
-        _check_model(cache, text.config)
-    tokens, is_step, is_read = [0], False, True
-    if seen:
-        tokens, is_step, is_read = _check_continuation(cache, seen, text, new)
-    columns = _new_columns(guard, text, seen, new)
-    if columns.mask is not None and tokens and 0 in tokens and seen and not before.unscored:
-        check_late_rows(guard, tokens, columns.mask)
-    if guard.counts_padding and (is_read or before.ends_in_padding):
-        columns = columns._replace(whole_mask=_padding_mask(guard, text.mask, seen, new))
-    if guard.only_scores:
-        return ForwardPass(before, before, new)
+    columns, tokens, is_step = NewColumns(new), None, False
+    if text is not None:
+        if text.config is not guard.checked_config:
+            _check_model(cache, text.config)
+        tokens, is_read = [0], True
+        if seen:
+            tokens, is_step, is_read = _check_continuation(cache, seen, text, new)
+        columns = _new_columns(guard, text, seen, new)
+        if columns.mask is not None and tokens and 0 in tokens and seen and not before.unscored:
+            check_late_rows(guard, tokens, columns.mask)
+        if guard.counts_padding and (is_read or before.ends_in_padding):
+            columns = columns._replace(whole_mask=_padding_mask(guard, text.mask, seen, new))
+        if guard.only_scores:
+            return ForwardPass(before, before, new)
     then = columns.advance(before, tokens, guard.records_passes, is_step)
+    if then.columns >= before.grows_at:
+        before = _grow(cache, columns, then)
+        then = columns.advance(before, tokens, guard.records_passes, is_step)
     return ForwardPass(before, then, new)
+
+
+def _grow(cache: Any, columns: NewColumns, then: CacheState) -> CacheState:
+    """Raise the budgets of the layers to those of a text that has the state `then`, after a pass of
+    these columns. Return the state of the cache with them."""
+    guard = cache.guard
+    before, layers = guard.state, [cache.layers[index] for index in guard.plans]
+    given = {len(x) for x in (columns.ids, columns.mask) if x is not None}
+    if given - {layers[0].batch_size}:
+        return before  # wrong batch size, which the first layer reports
+    grown = before.grown(then.columns, [row.padding for row in then.rows])
+    rows = broadcast(before.rows, grown.rows)
+    take_back = grow_budgets(layers, *([row[i].counted for row in rows] for i in (0, 1)))
+    guard.grow(grown, take_back)
+    return grown
 
 
 def _new_columns(guard: PassGuard, text: ModelCall, seen: int, new: int) -> NewColumns:

@@ -98,8 +98,8 @@ class Report:
     positions do not support it."""
     budget: str = ""
     """The budget as the user wrote it, such as "budget=0.2" or "heavy=0.1, recent=0.1"."""
-    prompt_tokens: int = 0
-    """Tokens of the longest prompt, if the budget is a fraction of it; 0 for a budget in tokens."""
+    budget_tokens: int = 0
+    """Tokens of the longest row that the budget is a fraction of; 0 for a budget in tokens."""
 
     @property
     def total(self) -> LayerReport:
@@ -152,8 +152,10 @@ class Report:
         elif total.raised:
             short += "The prompt is short: a fraction of it was rounded up to one token. "
         longest = max(max(layer.seen, default=0) for layer in h2o_layers)
-        if any(total.evicted) and has_outgrown(longest, self.prompt_tokens):
-            short += f"{explain_growth(self.budget, self.prompt_tokens, longest)}. "
+        if any(total.evicted) and has_outgrown(longest, self.budget_tokens):
+            short += f"{explain_growth(self.budget, self.budget_tokens, longest)}. "
+        elif any(total.evicted) and self.budget_tokens:
+            short += f"The budget is {self.budget} of {self.budget_tokens:,} tokens. "
         if any(total.removed):
             removed = sum(h2o_layers[0].removed)
             short += f"evict() has removed {removed} tokens, which count nowhere else. "
@@ -247,18 +249,18 @@ GROWTH = 4
 the prompt's tokens."""
 
 
-def has_outgrown(seen: int, prompt_tokens: int) -> bool:
-    """Whether a text of `seen` tokens has outgrown a fraction of its first `prompt_tokens` tokens.
-    False if `prompt_tokens` is 0."""
-    return seen > GROWTH * prompt_tokens > 0
+def has_outgrown(seen: int, budget_tokens: int) -> bool:
+    """Whether a text of `seen` tokens has outgrown a fraction of `budget_tokens` tokens. False if
+    `budget_tokens` is 0."""
+    return seen > GROWTH * budget_tokens > 0
 
 
-def explain_growth(budget: str, prompt_tokens: int, seen: int) -> str:
+def explain_growth(budget: str, budget_tokens: int, seen: int) -> str:
     """Explain that a budget is a fraction of the prompt only."""
     return (
-        f"{budget} was a fraction of the first {prompt_tokens} tokens, and the text now has {seen}:"
-        " for several turns or chunks give a number of tokens, such as budget=256, or "
-        "prompt_length=the length of the whole text"
+        f"{budget} was a fraction of the first {budget_tokens} tokens, and the text now has {seen}:"
+        ' for several turns or chunks write ratio_of="seen", or give a number of tokens, such as '
+        "budget=256"
     )
 
 

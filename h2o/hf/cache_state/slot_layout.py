@@ -206,14 +206,6 @@ def _empty_like(slots: ops.Slots, sizes: list[int]) -> ops.Slots:
     return slots._replace(**fields, starts=starts)
 
 
-def has_room(slots: ops.Slots, sizes: list[int], sinks: int) -> Tensor:
-    """Whether a head holds fewer keys than its budget allows, [B, G] bool."""
-    held = (by_head(slots, sizes, "positions", -1) >= 0).sum(-1)
-    budget = slots.budget if slots.budget.ndim == 3 else slots.budget[:, None]
-    most = budget.sum(-1, dtype=torch.int64) + sinks
-    return held < torch.minimum(slots.seen_tokens[:, None], most)
-
-
 def change_rows(slots: ops.Slots, change: Callable[[Tensor], Tensor]) -> ops.Slots:
     """Apply a function to every field that has rows [B, ...]."""
     fields = {name: getattr(slots, name) for name in PER_ROW}

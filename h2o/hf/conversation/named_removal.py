@@ -14,9 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from h2o.budgets import UNLIMITED
 from h2o.hf.conversation.pins import as_positions
 from h2o.hf.conversation.seen_text import NO_TEXT, UNKNOWN_TEXT, SeenText
-from h2o.hf.conversation.state import CacheState, RowState, broadcast, merge
+from h2o.hf.conversation.state import CacheState, RowState, broadcast, grows_at, merge
 from h2o.spans import GivenPins, Row, overlap, size, without
 
 
@@ -87,6 +88,7 @@ class Removal(NamedTuple):
                     offset=offset,
                     counts_columns=row.counts_columns and at_column,
                     pinned=None if row.pinned is None else without(row.pinned, removed),
+                    padding=row.padding + n - self.columns,
                     removed=row.removed + n,
                 )
             )
@@ -95,6 +97,7 @@ class Removal(NamedTuple):
             longest=state.longest - self.columns,
             prompt_columns=min(state.prompt_columns, left),
             rows=merge(rows),
+            grows_at=UNLIMITED if state.grows_at == UNLIMITED else grows_at(rows),
             text=text,
             last_pass=None,
         )

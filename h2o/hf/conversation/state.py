@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from h2o import compat_calls
+from h2o.budgets import UNLIMITED, count_text, next_growth
 from h2o.hf.conversation.pins import NOTHING_PINNED, PinnedRows
 from h2o.hf.conversation.seen_text import NO_TEXT, UNKNOWN_TEXT, SeenText
 from h2o.hf.model_traits.wrappers import input_device
@@ -41,6 +42,10 @@ class RowState(NamedTuple):
     how long it will be."""
     pinned: Row | None = None
     """Spans of pinned positions. None before the prompt, and if nothing is pinned."""
+    padding: int = 0
+    """Number of padding columns. Only exact after the prompt of a cache whose budget grows."""
+    counted: int = 0
+    """Number of tokens that a fractional budget is a fraction of now. 0 before the prompt."""
     removed: int = 0
     """Number of tokens that `H2OCache.evict` has removed. Nothing else counts them."""
 
@@ -58,6 +63,8 @@ class CacheState(NamedTuple):
     """Whether all keys came from a DynamicCache and have no scores yet"""
     waits_for_pins: bool = False
     """Whether some pinned tokens have not arrived yet"""
+    grows_at: int = UNLIMITED
+    """Number of columns before which no row's budget grows"""
     rows: tuple[RowState, ...] = (RowState(),)
     """The state of each row, or a single one for all rows"""
     text: SeenText = NO_TEXT
@@ -88,6 +95,18 @@ class CacheState(NamedTuple):
         """The pinned positions of each row, once the prompt is known."""
         rows = tuple(row.pinned for row in self.rows if row.pinned is not None)
         return PinnedRows(rows) if rows else NOTHING_PINNED
+
+    def grown(self, columns: int, padding: Sequence[int]) -> CacheState:
+        """This state, with budgets for a text of `columns` columns.
+
+        Args:
+            padding: number of padding columns among them in each row, or a single one for all rows.
+        """
+        rows = merge(
+            row._replace(counted=count_text(row.counted, columns - pads))
+            for row, pads in broadcast(self.rows, padding)
+        )
+        return self._replace(rows=rows, grows_at=grows_at(rows))
 
     def change_rows(self, change: Callable[[Tensor], Tensor]) -> CacheState:
         """Select or repeat rows, even before the prompt. `change` does so with the first axis of a
@@ -155,7 +174,11 @@ class NewColumns(NamedTuple):
         if is_step:
             rows = before.rows
         elif tokens is None:
-            rows = merge(row._replace(offset=None) for row in before.rows)
+            pads = [0] if self.mask is None else (self.mask == 0).sum(-1).tolist()
+            rows = merge(
+                row._replace(offset=None, padding=row.padding + more)
+                for row, more in broadcast(before.rows, pads)
+            )
         else:
             rows = self._advance_rows(before, tokens)
         rows = with_padding(rows, self.whole_mask) if self.whole_mask is not None else rows
@@ -178,10 +201,19 @@ class NewColumns(NamedTuple):
             if self.mask is not None:
                 positions = positions.masked_fill(~is_token.to(positions.device), -1)
             ends = positions.amax(-1).tolist()
+        rows = [
+            (row._replace(padding=row.padding + self.Q - n), before, n, column, end)
+            for row, before, n, column, end in broadcast(before.rows, tokens, new, last, ends)
+        ]
         return merge(
             row._replace(offset=end + 1 - before - n, counts_columns=end == column) if n else row
-            for row, before, n, column, end in broadcast(before.rows, tokens, new, last, ends)
+            for row, before, n, column, end in rows
         )
+
+
+def grows_at(rows: Iterable[RowState]) -> int:
+    """Number of columns at which the budget of one of these rows grows next."""
+    return min(next_growth(row.counted) + row.padding for row in rows)
 
 
 def after(
@@ -190,7 +222,7 @@ def after(
     """The state after Q more columns, with these rows and this text."""
     return CacheState(
         before.columns + Q, before.longest + Q, before.prompt_columns, before.unscored,
-        before.waits_for_pins, rows, text,
+        before.waits_for_pins, before.grows_at, rows, text,
     )  # fmt: skip
 
 

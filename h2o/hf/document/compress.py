@@ -203,7 +203,10 @@ class _Reader:
         rows = prompt_budget.PromptRows(lengths, lengths, pinned_rows)
         cache = cut_cache(self.cache, empty, rows, config, attention, largest, by_attention)
         _put_other_layers(cache, others)
-        cache.guard.put(prompt_budget.state_after_prompt(read, lengths, lengths, pinned_rows))
+        grows = any(plan.grows for plan in cache.guard.plans.values())
+        cache.guard.put(
+            prompt_budget.state_after_prompt(read, lengths, lengths, pinned_rows, grows=grows)
+        )
         return cache
 
     def check_angles(self, request: Tensor) -> None:

@@ -21,7 +21,7 @@ from h2o.config.layer_plan import LayerPlan
 from h2o.hf.cache_state import slot_layout
 from h2o.hf.cache_state.kept_keys import Kept
 from h2o.hf.cache_state.report import LayerReport
-from h2o.hf.cache_state.slot_layout import Capacity
+from h2o.hf.cache_state.slot_layout import Budgets, Capacity
 from h2o.hf.cache_state.trace import Trace
 from h2o.hf.conversation.pass_guard import PassGuard
 from h2o.hf.conversation.state import broadcast
@@ -47,8 +47,6 @@ class LayerFacts(NamedTuple):
     has_removed: bool = False
     """Whether `H2OCache.evict` has removed keys. Of the text that remains, sinks and recent tokens
     may have been evicted before"""
-    has_room: bool = False
-    """Whether it has left some head fewer keys than the budget allows"""
 
 
 class BaseLayer(CacheLayerMixin):
@@ -133,9 +131,8 @@ class BaseLayer(CacheLayerMixin):
         needed = self.runner.capacities(widest, longest)
         sizes = list(map(max, needed, capacity.sizes, others.sizes))
         slots = slot_layout.enlarge(self.slots, capacity.sizes, sizes)
-        for name in ("has_removed", "has_room"):
-            if getattr(source.facts, name):
-                self.facts = self.facts._replace(**{name: True})
+        if source.facts.has_removed:
+            self.facts = self.facts._replace(has_removed=True)
         to, index = (slot_layout.row_index(x, slots.keys.device) for x in (rows, source_rows))
         joining = slot_layout.change_rows(source.slots, lambda x: x[index])
         slot_layout.put_rows(slots, to, slot_layout.enlarge(joining, others.sizes, sizes))
@@ -181,6 +178,20 @@ class BaseLayer(CacheLayerMixin):
                 slot_layout.enlarge(self.slots, self.capacity.sizes, capacity.sizes), capacity
             )
         return self.slots
+
+    def raised_budget(self, gains: Budgets) -> Tensor:
+        """`Slots.budget` with (heavy, recent) added to the budgets of each row, or of all rows."""
+        budget = self.slots.budget
+        more = torch.tensor(gains, dtype=torch.int32, device="cpu").to(budget.device)
+        return (budget + (more if budget.ndim == 3 else more.squeeze(1))).clamp_(min=0)
+
+    def put_budget(self, budget: Tensor) -> None:
+        """Let rows and heads keep more or fewer keys from the next pass on, which makes room for
+        them. `budget` is that of the slots (`Slots.budget`)."""
+        # Rows grow at different times. The widest is only known from all of them.
+        widest = self.config.sinks + budget.long().sum(-1).amax(0).reshape(-1)
+        slots = self.slots._replace(budget=budget)
+        self.set_slots(slots, Capacity(widest.tolist(), self.capacity.sizes))
 
     def set_slots(self, slots: ops.Slots | None, capacity: Capacity) -> None:
         self.slots = None if slots is None else slot_layout.writable_slots(slots)

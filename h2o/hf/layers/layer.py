@@ -162,8 +162,6 @@ class H2OLayer(BaseLayer):
         if self.guard.only_scores:
             out, _ = self.variant.attention(self, tokens, self.slots)
             return out
-        if self.facts.has_room:
-            return self._fill_room(tokens)
         if tokens.query.shape[2] != 1 or state.waits_for_pins:  # a step cannot pin its key
             return self.runner.chunk(self, tokens)
         return self.runner.step(self, tokens)
@@ -197,16 +195,6 @@ class H2OLayer(BaseLayer):
             raise
         return out
 
-    def _fill_room(self, tokens: NewTokens) -> Tensor:
-        """Run a pass while some head holds fewer keys than its budget allows."""
-        Q = tokens.key.shape[2]
-        slots = self.make_room(self.guard.state.longest + Q)
-        out = self.attend_and_evict(tokens, slots)
-        room = slot_layout.has_room(slots, self.capacity.sizes, self.config.sinks)
-        self.facts = self.facts._replace(has_room=bool(room.any()))
-        self.stored(Q, tokens.mask)
-        return out
-
     # ---- Called by variant, scorer and runner -------------------------------------------------
 
     def store(self, prompt: Prompt, by_row: Budgets) -> None:
@@ -238,8 +226,7 @@ class H2OLayer(BaseLayer):
                 scores = self.guard.state.pinned.score(scores, after)
             return out, scores
 
-        has_room = self.facts.has_room
-        return evict_after(attend, tokens, slots, self.policy, has_room=has_room)
+        return evict_after(attend, tokens, slots, self.policy)
 
     def reset(self) -> None:
         """Empty the layer and free its memory."""

@@ -4,8 +4,7 @@ A layer without the tokens looks as if it had never seen them: positions count t
 which are in the lowest slots. What stays keeps its distance to later tokens. Those will be as many
 positions lower as tokens were removed, so all stored keys are rotated back by that number.
 
-A head may hold fewer keys than its budget allows. The C core has no such slots, so the layer fills
-the room in `H2OLayer.forward` before it goes on with the core's operations.
+A head may then hold fewer keys than its budget allows. Later tokens fill the room.
 
 Shape letters as in `h2o.hf`.
 """
@@ -129,8 +128,7 @@ def _remove_from_slots(
     capacity = Capacity(widest, left)
     slots = slot_layout.renumber(slots, sizes, capacity.sizes, after)._replace(seen_tokens=seen)
     layer.set_slots(slots, capacity)
-    room = slot_layout.has_room(slots, capacity.sizes, layer.config.sinks)
-    layer.facts = layer.facts._replace(has_removed=True, has_room=bool(room.any()))
+    layer.facts = layer.facts._replace(has_removed=True)
     layer.last = None
 
 

@@ -34,9 +34,9 @@ def check_slots(layer: Any, state: CacheState) -> None:
     Raises:
         AssertionError: a row and head does not hold exactly min(tokens seen, k) different positions
             of its own, in its lowest slots, with all sinks, recent and pinned tokens among them.
-            After `H2OCache.evict` it may hold fewer, and sinks and recent tokens may be missing. Or
-            a pinned key's score is finite, or a norm is not that of its value. Or a tensor has
-            another size than the numbers of slots say.
+            If its budget grows it may hold fewer, and after `H2OCache.evict` sinks and recent
+            tokens may be missing too. Or a pinned key's score is finite, or a norm is not that of
+            its value. Or a tensor has another size than the numbers of slots say.
     """
     slots = layer.slots
     if slots is None or type(slots.scores) is not Tensor or slots.scores.is_meta:
@@ -71,15 +71,17 @@ def _about_positions(layer: Any, state: CacheState) -> Checks:
     yield "an empty slot has another position than -1", positions >= -1
     yield "a position occurs twice", (ordered.diff() > 0) | (ordered[..., 1:] < 0)
     yield "a position is beyond the row's tokens", positions < seen[..., None]
-    most = torch.minimum(seen, sinks + heavy + recent)
-    yield "a wrong number of keys", (count == most) | (layer.facts.has_room & (count < most))
-    if not layer.facts.has_removed:
+    most, has_removed = torch.minimum(seen, sinks + heavy + recent), layer.facts.has_removed
+    may_have_room = layer.plan.grows or has_removed
+    yield "a wrong number of keys", count <= most if may_have_room else count == most
+    if not has_removed:
         are_sinks = held & (positions < sinks)
         yield "a sink is missing", are_sinks.sum(-1) == seen.clamp(max=sinks)
-        # h2o.compress_document leaves fewer recent keys of a document than later budgets have.
-        since = 0 if state.columns == state.prompt_columns else state.prompt_columns
-        begin = (seen - recent).clamp(min=since)
-        are_recent = held & (positions >= begin[..., None])
+    # h2o.compress_document leaves fewer recent keys of a document than later budgets have.
+    since = 0 if state.columns == state.prompt_columns else state.prompt_columns
+    begin = (seen - recent).clamp(min=since)
+    are_recent = held & (positions >= begin[..., None])
+    if not may_have_room:  # else a token may have left before it became recent again
         yield "a recent token is missing", are_recent.sum(-1) == (seen - begin).clamp(min=0)
     within = torch.arange(positions.shape[-1], device="cpu") <= count[..., None]
     yield "a key is behind an empty slot", within | ~held

@@ -1,23 +1,26 @@
 """The budget (heavy, recent) of each row and head of a layer, in tokens, once a prompt is known.
 
-Budgets may be fractions of the prompt. The prompt's length is the one that the user gave, otherwise
-the number of tokens in the first forward pass. Budgets are Python integers. The only tensors that
-are read, which makes the host wait for a GPU, are masks and token counts.
+Budgets may be fractions. After the prompt they are fractions of the prompt, whose length is the one
+that the user gave, otherwise the number of tokens in the first forward pass. Budgets of a config
+that grows follow the text from then on (`grow_budgets`). Budgets are Python integers. The only
+tensors that are read, which makes the host wait for a GPU, are masks and token counts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from h2o.budgets import UNLIMITED, next_growth
 from h2o.compat_calls import chunks_of_prompt
 from h2o.config.head_budgets import expand_to_heads, make_room
 from h2o.config.layer_plan import LayerPlan
 from h2o.hf.cache_state.slot_layout import Budgets
 from h2o.hf.conversation.pass_guard import PassGuard
 from h2o.hf.conversation.pins import NOTHING_PINNED, PinnedRows
-from h2o.hf.conversation.state import CacheState, broadcast, merge
+from h2o.hf.conversation.state import CacheState, broadcast, grows_at, merge
 
 RowSize = tuple[int, int, int]
 """Head dimension, bytes per element in the model's dtype, and vectors per token (a key and a value,
@@ -133,8 +136,88 @@ def begin_prompt(
     pinned = resolve_pins(guard, lengths, mask, Q, row_size)
     the_pass.begin_prompt(
         PromptRows(counts, lengths, pinned),
-        state_after_prompt(the_pass.after, counts, lengths, pinned, chunked),
+        state_after_prompt(
+            the_pass.after, counts, lengths, pinned, chunked, grows=any(x.grows for x in by_length)
+        ),
     )
+
+
+def grow_budgets(layers: Iterable[Any], before: list[int], after: list[int]) -> Callable[[], None]:
+    """Give the heads of all layers the keys by which their budgets grow with the text. Return what
+    takes them back, as long as no key was stored.
+
+    Each head gains what its budget would gain if the prompt had been longer. So a head keeps the
+    keys that pins or the budget that all heads share (`h2o.hf.prompt.cross_head_budget`) gave it.
+
+    Args:
+        layers: the H2O layers of a cache, after the prompt.
+        before, after: the numbers of tokens in each row that fractions were and now are fractions
+            of (`RowState.counted`), or a single one for all rows.
+    """
+    old, new = (PromptRows(counts, counts, NOTHING_PINNED) for counts in (before, after))
+    earlier = []
+    for layer in layers:
+        known = layer.plan, layer.num_heads, layer.facts.part, layer.token_size
+        earlier.append((layer, layer.slots.budget, layer.facts))
+        gains = gained_keys(old, new, *known)
+        if any(any(pair) for row in gains for pair in row):
+            layer.put_budget(layer.raised_budget(gains))
+        budget = new.budget(*known)
+        layer.facts = layer.facts._replace(raised=budget.raised, floored=budget.floored)
+
+    def take_back() -> None:
+        for layer, budget, facts in earlier:
+            layer.put_budget(budget)
+            layer.facts = facts
+
+    return take_back
+
+
+def gained_keys(
+    old: PromptRows,
+    new: PromptRows,
+    plan: LayerPlan,
+    heads: int,
+    part: tuple[int, int],
+    row_size: RowSize,
+) -> Budgets:
+    """(heavy, recent) that each row and head of a layer gains from the `old` to the `new` length of
+    its text, together never less than 0. For the other arguments see `PromptRows.budget`."""
+    rows = (x.budget(plan, heads, part, row_size).by_row for x in (old, new))
+    gains = []
+    for then, now in zip(*rows, strict=True):
+        pairs = [(x[0] - y[0], x[1] - y[1]) for x, y in zip(now, then, strict=True)]
+        gains.append([(max(heavy, -recent), recent) for heavy, recent in pairs])
+    return gains
+
+
+def schedule_growth(
+    plan: LayerPlan,
+    heads: int,
+    part: tuple[int, int],
+    row_size: RowSize,
+    counted: list[int],
+    lengths: list[int],
+) -> list[dict[int, list[tuple[int, int]]]]:
+    """The gains of a layer's heads while texts grow token by token, for each row.
+
+    Args:
+        counted: numbers of tokens that fractions are fractions of at first.
+        lengths: numbers of tokens at the end.
+
+    Returns:
+        For each row (heavy, recent) that each head gains, or one pair for all heads, by the number
+        of tokens that the row has seen at that moment.
+    """
+    schedule = []
+    for n, length in zip(counted, lengths, strict=True):
+        gains = {}
+        while (seen := next_growth(n)) <= length:
+            old, new = (PromptRows([x], [x], NOTHING_PINNED) for x in (n, seen))
+            gains[seen] = gained_keys(old, new, plan, heads, part, row_size)[0]
+            n = seen
+        schedule.append(gains)
+    return schedule
 
 
 def state_after_prompt(
@@ -143,6 +226,8 @@ def state_after_prompt(
     lengths: list[int],
     pinned: PinnedRows,
     chunked: list[int] | None = None,
+    *,
+    grows: bool,
 ) -> CacheState:
     """The state after a prompt, of which the lengths and pins were not known before.
 
@@ -150,15 +235,21 @@ def state_after_prompt(
         state: the state after the columns of the prompt.
         counts, lengths, pinned: as for `PromptRows`.
         chunked: `lengths`, if the prompt is the first chunk of a longer one.
+        grows: whether some layer's budget follows the text (`LayerPlan.grows`).
     """
-    rows = broadcast(state.rows, lengths, pinned.rows or [None])
-    last = state.last_pass
+    each = broadcast(state.rows, counts, lengths, pinned.rows or [None])
+    last, columns = state.last_pass, state.columns
+    rows = merge(
+        row._replace(prompt=n, counted=n, padding=columns - count, pinned=spans)
+        for row, count, n, spans in each
+    )
     return state._replace(
         longest=max(counts),
-        prompt_columns=state.columns,
+        prompt_columns=columns,
         unscored=False,
         waits_for_pins=pinned.has_pending(counts),
-        rows=merge(row._replace(prompt=n, pinned=spans) for row, n, spans in rows),
+        grows_at=grows_at(rows) if grows else UNLIMITED,
+        rows=rows,
         last_pass=None if last is None else last._replace(chunked_lengths=chunked),
     )
 

@@ -11,7 +11,7 @@ Shape letters as in `h2o.hf`, and P queries (of the last P columns).
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -48,8 +48,10 @@ def simulate_tokenwise(
     plan: LayerPlan,
     pins: PinnedRows,
     echo: PromptEcho | None,
+    growth: Sequence[Mapping[int, list[tuple[int, int]]]] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Simulate a layer token by token, with pins or with prompts that are scored by echo.
+    """Simulate a layer token by token, with pins, with prompts that are scored by echo, or with
+    budgets that grow.
 
     Args:
         text: N tokens.
@@ -57,6 +59,7 @@ def simulate_tokenwise(
         by_row: budgets of each row, for each head or one for all heads.
         pins: the pins of these prompts.
         echo: the scorer of prompts; None if attention scores them.
+        growth: as returned by `schedule_growth`; empty if budgets are constant.
 
     Returns:
         Output [B, N, H, D], evicted_at int32 [B, G, N], scores float32 [B, G, N].
@@ -69,7 +72,8 @@ def simulate_tokenwise(
     real = _find_real(text)
     order = real.cumsum(1) - 1
     positions = order.masked_fill(~real, -1)[:, None]
-    sizes = slot_layout.capacities(slot_layout.widest_budgets(by_row, policy.sinks), N)
+    widest = slot_layout.widest_budgets(_last_budgets(by_row, growth), policy.sinks)
+    sizes = slot_layout.capacities(widest, N)
     slots = slot_layout.create_slots(
         text.key, sizes, by_row, value_weighted=policy.value_weighted,
         kv_dtype=plan.config.kv_dtype, shared=text.value is None,
@@ -98,17 +102,36 @@ def simulate_tokenwise(
     seen = (early * columns).amax(1)
     record(seen)
     late = real & ~early
+    counts = real.cumsum(1).tolist() if growth else []
     for i in late.any(0).nonzero()[:, 0].tolist():
         one = text.columns(i, i + 1)._replace(mask=late[:, i : i + 1])
         answer, score = attention(round_like_slots(one, slots), slots, policy)
         score = pins.score(score, positions[..., i : i + 1])
         note_held_scores()
         note(order[:, i : i + 1].masked_fill(~late[:, i : i + 1], N)[:, None], score)
+        for row, gains in enumerate(growth):
+            if (more := gains.get(counts[row][i])) and bool(late[row, i]):
+                slots.budget[row] += slots.budget.new_tensor(more).view(-1, 2).squeeze(0)
         ops.evict(one.key, one.value, score, slots, mask=one.mask, policy=policy)
         out[:, i : i + 1] += answer  # 0 in rows where column i is masked
         record(seen.fill_(i + 1))
     position = order.clamp(min=0)[:, None].expand(B, G, N)
     return out, by_column(evicted_after, real), last.gather(2, position) * real[:, None]
+
+
+def _last_budgets(
+    by_row: Budgets, growth: Sequence[Mapping[int, list[tuple[int, int]]]]
+) -> Budgets:
+    """The budgets of each row and head at the end of the texts."""
+    if not growth:
+        return by_row
+    last = []
+    for row, gains in zip(by_row, growth, strict=True):
+        for more in gains.values():
+            more = more * (len(row) // len(more))
+            row = [(h + x, r + y) for (h, r), (x, y) in zip(row, more, strict=True)]
+        last.append(row)
+    return last
 
 
 def score_prompts(

@@ -78,11 +78,11 @@ def simulated(
 
     Each call must contain the whole text. Batches may be padded on either side. The output equals
     that of a model with an `H2OCache` that is fed the first `prompt_length` tokens at once and the
-    others one by one. A fractional budget (`budget=0.2`) gives the cache's output only with
-    `ratio_of="prompt"`. After the block, also after an error, the model is as before.
+    others one by one. With a fraction (`budget=0.2`) this needs the cache's own `ratio_of`. After
+    the block, also after an error, the model is as before.
 
-    With pins, and with echo after a prompt (`budget=` with `prompt_length`), each layer processes
-    the text token by token, which takes 5 to 15 times as long.
+    With pins, echo after a prompt (`budget=` with `prompt_length`), or fractions of the text so
+    far, each layer processes the text token by token, which takes 5 to 15 times as long.
 
     Args:
         model: a model that `H2OCache` supports. Layers without full attention are not changed.
@@ -96,9 +96,9 @@ def simulated(
         prompt_length: number of tokens before the first eviction, without padding, for all rows or
             one number per row. 1 evicts from the very beginning (Zhang et al., NeurIPS 2023,
             Algorithm 1). Not with masks that have no prompt.
-        ratio_of: whether fractional budgets are fractions of each row's "text", or of its "prompt"
-            (`prompt_length`) as in `H2OCache`. With "text" the budget is larger than the cache's if
-            the prompt is shorter than the text.
+        ratio_of: what fractional budgets are fractions of. "text": each row's whole text. "seen":
+            the text so far, as in `H2OCache`. "prompt": the row's prompt (`prompt_length`). The
+            `ratio_of` of an `h2o_config` has no effect.
         pinned: as for `H2OCache`. "prompt" pins the first `prompt_length` tokens. Not with `masks`.
         trace: record evictions and scores of the last forward pass, see `Simulation`.
         mass: record the retained attention mass of the last forward pass. About doubles the cost.
@@ -244,12 +244,11 @@ class Simulation:
         lengths = [N] * B
         if mask is not None and (plan.needs_prompt_length or mask.is_cpu):  # else without effect
             lengths = mask.sum(1).tolist()
-        plan = plan.for_keys(D, call.key.element_size(), 1 if shared else 2)
+        row_size = D, call.key.element_size(), 1 if shared else 2
+        plan = plan.for_keys(*row_size)
         prompts = self._prompt_lengths(B)
-        bases = [
-            min(prompt, n) if self._ratio_of == "prompt" else n
-            for prompt, n in zip(prompts, lengths, strict=True)
-        ]
+        in_text = [min(*each) for each in zip(prompts, lengths, strict=True)]
+        bases = lengths if self._ratio_of == "text" else in_text
         q, k, v = call.query.detach(), call.key.detach(), call.value.detach()
         text = NewTokens(
             q, k, None if shared else v, mask, call.scale, call.softcap, call.sink_logits
@@ -257,9 +256,9 @@ class Simulation:
         if self._masks is not None:
             out, evicted_at = self._through_masks(self._masks, text, prompts, bases, plan)
         else:
-            in_text = [min(*each) for each in zip(prompts, lengths, strict=True)]
             pins = self._pins.resolve(in_text, mask, N)
-            if self.explains_floor and (explained := plan.explain_floor(min(bases))):
+            ends = lengths if self._ratio_of == "seen" else bases
+            if self.explains_floor and (explained := plan.explain_floor(min(ends))):
                 self.explains_floor = False
                 warn_user(explained)
             pinned, part = pins.counts(B, plan.sinks), tensor_parallel.part(call.module)
@@ -270,7 +269,11 @@ class Simulation:
                     self._budgets.take(call.layer, text, prompts, by_row, pins)
                     return call.full()
                 by_row = self._budgets.budgets(call.layer)
-            out, evicted_at, scores = self._through_cache(text, prompts, by_row, plan, part, pins)
+            of_layer = plan, k.shape[1], part, row_size
+            grows = self._ratio_of == "seen" and plan.needs_prompt_length
+            growth = prompt_budget.schedule_growth(*of_layer, bases, lengths) if grows else []
+            known = text, prompts, by_row, plan, part, pins, growth
+            out, evicted_at, scores = self._through_cache(*known)
             if self._scores is not None:
                 self._scores[call.layer] = scores
             if call.layer in self._key_sources.values():
@@ -292,14 +295,14 @@ class Simulation:
 
     def _through_cache(
         self, text: NewTokens, prompts: list[int], by_row: list[list[tuple[int, int]]],
-        plan: LayerPlan, part: tuple[int, int], pins: PinnedRows,
+        plan: LayerPlan, part: tuple[int, int], pins: PinnedRows, growth: list[Any],
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Simulate a layer, by `h2o.ops.simulate` unless its scores need more than attention."""
         config, known = plan.config, (text, prompts, by_row, plan, pins)
         if config.score_by == "random":
             return simulate_random(*known, part)
-        if self._echoes or pins:
-            return simulate_tokenwise(*known, self._echoes.get(plan.layer))
+        if self._echoes or pins or any(growth):
+            return simulate_tokenwise(*known, self._echoes.get(plan.layer), growth)
         device = text.query.device
         simulated: tuple[Tensor, Tensor, Tensor] = ops.simulate(
             *text[:3],
@@ -352,7 +355,9 @@ def check(
             "not budget, sinks, score_by, decay, value_weighted, head_shares, kv_dtype or pinned"
         )
     prompts = check_prompt_length(prompt_length)
-    check_choice("ratio_of", ratio_of, ("text", "prompt"))
+    check_choice("ratio_of", ratio_of, ("text", "seen", "prompt"))
+    if ratio_of == "seen" and (masks is not None or config.score_by == "random"):
+        raise ValueError('ratio_of="seen" needs the policy of a cache: leave it at "text"')
     no_prompt = masks is not None and not masks.has_prompt
     lengths = {prompts} if isinstance(prompts, int) else set(prompts)
     if no_prompt and (lengths != {1} or ratio_of == "prompt"):
