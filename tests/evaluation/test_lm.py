@@ -295,6 +295,7 @@ def test_arguments_as_lm_eval_gives_them(tokenizer):
         score_by="mean",
         decay=0.5,
         value_weighted=True,
+        ratio_of="prompt",
         min_tokens=0,
     )
     assert make(tokenizer, variant="full").setting.variant == "full"

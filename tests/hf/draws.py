@@ -304,7 +304,9 @@ def _later_calls(modes: set[Mode], size: int | None, chosen: random.Random) -> l
         rows = [chosen.randrange(3) for _ in range(chosen.randint(1, 3))]
         parts.append([chosen.choice([("select", {"rows": rows}), ("repeat", {})])])
     if M.CROP in modes:
-        parts.append([("crop", {"columns": 4, "back": chosen.randint(1, 3)})])
+        # A single token is rounded before it is attended to, and the four were not.
+        most = 2 if modes & {M.BITS, M.FEW_BITS} else 3
+        parts.append([("crop", {"columns": 4, "back": chosen.randint(1, most)})])
     if M.NAMED_SPANS in modes:
         span = {"start": chosen.randint(0, 6), "tokens": chosen.randint(1, 3)}
         parts.append([("evict", {**span, "apart": chosen.randint(0, 3)}), step])

@@ -490,7 +490,8 @@ class Run:
             check_trace(self.cache, torch.cat(self.masks, 1).bool())
         ids, mask = self.tokens(3)
         alone = [self._alone(row) for row in self.rows]
-        if self.prompt_lengths is not None and not self.config.shares_by_echo:
+        is_constant = not (self.config.shares_by_echo or self.config.grows)
+        if self.prompt_lengths is not None and is_constant:
             for number, row in enumerate(self.rows):
                 check_budgets(self.cache, self._in_one_pass(row), number)
         for number, cache in enumerate(alone):

@@ -88,13 +88,13 @@ def test_fractions_are_of_each_rows_own_prompt():
     text = drifting(5, B=3, N=30)
     mask = np.concatenate([left(lengths, 20), np.ones((3, 10), bool)], axis=1)
     padded = pad(text, mask)
-    cache = new_cache(heavy=0.29, recent=0.5, min_tokens=0)
+    cache = new_cache(heavy=0.29, recent=0.5, min_tokens=0, ratio_of="prompt")
     out = feed(cache, padded, [20, *[1] * 10], mask)
     budgets = [int(0.29 * n) + int(0.5 * n) for n in lengths]
     assert cache.report().layers[0].budget == budgets
     assert len(set(budgets)) == 3
     for b, n in enumerate(lengths):
-        alone = new_cache(heavy=0.29, recent=0.5, min_tokens=0)
+        alone = new_cache(heavy=0.29, recent=0.5, min_tokens=0, ratio_of="prompt")
         row = type(text)(*(x[b : b + 1, :, : n + 10] for x in text))
         expected = feed(alone, row, [n, *[1] * 10])
         np.testing.assert_allclose(out[b : b + 1, 20 - n :], expected, rtol=0, atol=1e-5)
@@ -407,7 +407,7 @@ def test_a_fraction_of_a_short_prompt_is_one_token():
     lengths = [3, 20]
     mask = np.concatenate([left(lengths, 20), np.ones((2, 10), bool)], axis=1)
     text = pad(drifting(5, B=2, N=30), mask)
-    cache = new_cache(heavy=0.1, recent=0.1, min_tokens=0)
+    cache = new_cache(heavy=0.1, recent=0.1, min_tokens=0, ratio_of="prompt")
     feed(cache, text, [20, *[1] * 10], mask)
     report = cache.report()
     assert report.layers[0].budget == [2, 4]
@@ -415,11 +415,11 @@ def test_a_fraction_of_a_short_prompt_is_one_token():
     assert report.layers[0].raised
     assert report.as_dict()["total"]["raised"]
     assert "was rounded up to one token" in str(report)
-    cache = new_cache(heavy=0.1, recent=0.1, min_tokens=0)
+    cache = new_cache(heavy=0.1, recent=0.1, min_tokens=0, ratio_of="prompt")
     feed(cache, drifting(5, B=1, N=20), [20])
     assert not cache.report().layers[0].raised
     assert "less than one token" not in str(cache.report())
-    cache = new_cache(heavy=0.1, recent=0.1, min_tokens=0)
+    cache = new_cache(heavy=0.1, recent=0.1, min_tokens=0, ratio_of="prompt")
     feed(cache, drifting(5, B=1, N=9), [1] * 9)
     assert cache.report().layers[0].kept == [2]
 
@@ -451,13 +451,14 @@ def test_budgets_per_layer():
 
 def test_prompt_length_for_prompts_in_pieces():
     text = drifting(13, B=2, N=30)
-    at_once = new_cache(heavy=0.3, recent=0.2, min_tokens=0)
+    budget = {"heavy": 0.3, "recent": 0.2, "min_tokens": 0, "ratio_of": "prompt"}
+    at_once = new_cache(**budget)
     feed(at_once, text, [24, *[1] * 6])
     for prompt_length in (24, [24, 24], torch.tensor([24, 24]), torch.tensor(24), np.int64(24)):
-        pieces = new_cache(heavy=0.3, recent=0.2, min_tokens=0, prompt_length=prompt_length)
+        pieces = new_cache(**budget, prompt_length=prompt_length)
         feed(pieces, text, [7, 7, 7, 3, *[1] * 6])
         assert pieces.report().layers[0].budget == at_once.report().layers[0].budget == [11, 11]
-    chat = new_cache(heavy=0.3, recent=0.2, min_tokens=0)
+    chat = new_cache(**budget)
     feed(chat, text, [20, 7, 3])  # a prompt and turns after it
     assert chat.report().layers[0].budget == [10, 10]
     # budgets in tokens do not need the prompt's length

@@ -20,9 +20,9 @@ from tests.hf.tiny import batch, exact, greedy, llama, needs_compiler, prompts, 
 pytestmark = needs_compiler
 TOKENS = 14
 CONFIGS = {
-    "robust": exact(H2OConfig.robust(0.5)),
-    "authors": exact(H2OConfig.authors(0.5)),
-    "echo": exact(H2OConfig.echo(0.5)),
+    "robust": exact(H2OConfig.robust(0.5), ratio_of="prompt"),
+    "authors": exact(H2OConfig.authors(0.5), ratio_of="prompt"),
+    "echo": exact(H2OConfig.echo(0.5), ratio_of="prompt"),
     "echo, heads alike": H2OConfig(heavy=6, recent=6, score_by="mean-echo"),
     "echo over all heads": H2OConfig(heavy=6, recent=6, score_by="mean-echo", head_shares="echo"),
     "int8-int4": H2OConfig(heavy=6, recent=6, kv_dtype="int8-int4"),

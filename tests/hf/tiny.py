@@ -41,9 +41,9 @@ DEVICE = torch.device("cuda" if os.environ.get("H2O_TEST_DEVICE") == "cuda" else
 SPREAD = 0.5  # std of the weights; at the usual 0.02 attention is flat and all tokens are equal
 
 
-def exact(config: H2OConfig) -> H2OConfig:
+def exact(config: H2OConfig, **changes: Any) -> H2OConfig:
     """`config` without `min_tokens`, so that fractions of a short prompt are not raised."""
-    return dataclasses.replace(config, min_tokens=0)
+    return dataclasses.replace(config, min_tokens=0, **changes)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -261,7 +261,7 @@ def _check_positions(
     ]
     B = max(len(expected), len(positions))
     positions, expected = positions.expand(B, -1), expected * (B // len(expected))
-    if new == 1 and positions[:, 0].tolist() == expected:
+    if new == 1 and 0 not in tokens and positions[:, 0].tolist() == expected:
         return True
     mask = None if text.mask is None else text.mask[:, -new:].bool()
     at_least = [_UNBOUNDED if guard.has_rope_deltas else n for n in tokens * (B // len(tokens))]

@@ -117,14 +117,13 @@ def attend(
         order = torch.arange(Q, device=key.device)[None]
     else:
         order = (mask.cumsum(1) - 1).clamp(min=0)  # the rank of padding is irrelevant
-    order = order[:, None]  # [B or 1, G or 1, Q] ranks of the new tokens
+    order = order[:, None]  # [B or 1, 1 or G, Q] ranks of the new tokens
     if slots is not None:
         by_head = slot_layout.heads(slots.positions, slots, sizes)
         held = torch.stack([(x >= 0).sum(-1) for x in by_head], dim=1)
-        held = held[:, :1] if slots.budget.ndim == 2 else held  # the same for all heads
         order = order + held[..., None]
     table = rotary.table(int(order.max()) + 1 if most is None else most, key.device)
-    angles = table[order]  # [B or 1, G or 1, Q, 2, F]
+    angles = table[order]  # [B or 1, 1 or G, Q, 2, F]
     query = rotate(query.unflatten(1, (G, H // G)), angles[:, :, None]).flatten(1, 2)
     if slots is not None:
         at = ranks(slots, sizes).clamp(min=0).long()
