@@ -50,8 +50,8 @@ def new_tensor(
     try:
         if dtype == "float64" and like.device.type == "mps":
             dtype = "float32"
-        kind = like.dtype if dtype is None else getattr(sys.modules["torch"], dtype)
-        tensor = like.new_empty(shape, dtype=kind)
+        kind = {} if dtype is None else {"dtype": getattr(sys.modules["torch"], dtype)}
+        tensor = like.new_empty(shape, **kind)
         return tensor if fill is None else tensor.fill_(fill)
     except RuntimeError as error:  # torch has no exception class for this
         if not any(words in str(error) for words in _NO_MEMORY):

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from h2o import H2OConfig, Profile, cli
+from h2o.budgets import count_text
 from h2o.cli import cache_options
 from h2o.config import PARAMETERS, PRESETS
 from h2o.evaluation import setting
@@ -200,7 +201,8 @@ def test_comparison_in_numbers(tiny, capsys):
     assert ours["mass_evicted"] < local["mass_evicted"]
     # The head dimension is 8. Keys and values take 8 + 2 bytes each, a slot's metadata 12 more, and
     # a head's metadata 32, its offset 16.
-    budget = (0.1 * len(PROMPT) * 64 - 32 - 16) // (2 * 10 + 12) - 1
+    text = count_text(len(PROMPT), seen)
+    budget = (0.1 * text * 64 - 32 - 16) // (2 * 10 + 12) - 1
     assert tenth["tokens_held"] == budget
     assert tenth["kv_bytes_held"] == (budget + 1) * 2 * 2 * 2 * 10
     for run in result["runs"]:
@@ -223,7 +225,7 @@ def test_compiled_steps_give_the_same_text(tiny, capsys, monkeypatch):
     how["compile_config"].backend = "eager"
     monkeypatch.setattr(generation, "compile_arguments", lambda: how)
     arguments = ["--model", tiny, "--prompt", PROMPT, "--max-new-tokens", "20", "--heavy", "0.2"]
-    eager = generated(capsys, *arguments)["runs"][0]
+    eager = generated(capsys, *arguments, "--ratio-of", "prompt")["runs"][0]
     counters.clear()
     compiled = generated(capsys, *arguments, "--compile")["runs"][0]
     assert counters["stats"]["unique_graphs"] == 1
@@ -287,8 +289,8 @@ def options_of(command, capsys):
 )
 def test_commands_have_the_same_options(command, capsys):
     """Every command that loads a model has the same options. Fields that `for_model` fills in have
-    no option, `analyze` has no --positions because its positions never roll, and `calibrate` has no
-    cache options because it calibrates all caches."""
+    no option, `analyze` has no --positions because its positions never roll. `calibrate` has no
+    cache options because it calibrates all caches, and `recommend` measures several."""
     options = options_of(command, capsys)
     assert {"--model", "--dtype", "--device"} <= options
     fields = {*PARAMETERS} - {"budget"}
@@ -297,6 +299,7 @@ def test_commands_have_the_same_options(command, capsys):
     wanted = {"--preset", "--budget", *map(cache_options.option_name, fields)}
     if command != "calibrate":
         assert "--compare" in options
+    if command not in ("calibrate", "recommend"):
         assert wanted - options == ({"--positions"} if command == "analyze" else set())
 
 

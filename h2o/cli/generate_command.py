@@ -70,12 +70,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "budget=0.1 and `local`, a sliding window of the same number of bytes, or of keys if the "
         "budget is a number of keys")  # fmt: skip
     add("--compile", action="store_true", help="compile the decode step first (except the full "
-        "cache's), which takes a minute or two and needs a C++ compiler")  # fmt: skip
+        "cache's), which takes a minute or two and needs a C++ compiler. Fractions are then "
+        "fractions of the prompt")  # fmt: skip
     add("--json", action="store_true", help="print one JSON object and nothing else")
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Add the `setting`, the `settings` to compare and the `document` to the options."""
+    if options.compile and options.ratio_of is None:
+        options.ratio_of = "prompt"  # the slots of a graph do not grow
     options.setting = make_setting(options)
     named = options.compare not in (None, USUAL)
     options.settings = parse_all(options.compare, None) if named else []

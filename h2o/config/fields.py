@@ -25,8 +25,8 @@ Pinned = Literal["prompt"] | Sequence[Any] | Numbers | None
 """Pinned tokens: spans (start, stop) for all rows, a list of spans for each row, or a bool mask."""
 
 
-class ConfigFields(PolicyFields, total=False):
-    """Keyword arguments of a function that takes an `H2OConfig` or its fields."""
+class FieldsOfTexts(PolicyFields, total=False):
+    """The fields of an `H2OConfig`, for a function that has a `ratio_of` of its own."""
 
     budget: Amount | None
     heavy: Budget
@@ -34,9 +34,14 @@ class ConfigFields(PolicyFields, total=False):
     kv_dtype: KvDtype | None
     head_shares: Any
     budget_unit: BudgetUnit
-    ratio_of: RatioOf
     min_tokens: int
     positions: Positions
+
+
+class ConfigFields(FieldsOfTexts, total=False):
+    """Keyword arguments of a function that takes an `H2OConfig` or its fields."""
+
+    ratio_of: RatioOf
 
 
 class CacheFields(ConfigFields, total=False):

@@ -212,14 +212,14 @@ def test_a_model_is_timed_there(checkout, library, tiny):  # noqa: F811
     made = run(checkout, library, "make", "--silent", "cuda", "NVCC=nvcc")
     assert made.returncode == 0, made.stdout
     done = run(
-        checkout, library, ".venv/bin/h2o", "bench", "--device", "cuda", "--model", tiny,
-        "--prompts", "40", "--budgets", "8", "--rounds", "1", "--tokens", "2",
-        "--json",
+        checkout, library, ".venv/bin/h2o", "recommend", "--device", "cuda", "--model", tiny,
+        "--length", "300", "--texts", "1", "--budgets", "8", "--compare", "authors", "--json",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     result = json.loads(done.stdout[done.stdout.index("{\n") :])
     assert result["machine"]["name"] == "Fake GPU 0"
     assert result["machine"]["device"] == "cuda:0"
     assert result["machine"]["core"]["backends"]["cuda"].startswith("C (Fake GPU 0")
-    full, ours = result["measurements"]
-    assert ours["bytes_held"] < full["bytes_held"]
+    *_, ours = result["costs"]
+    assert ours["setting"] == "authors:8"
+    assert ours["bytes_ratio"] < 1

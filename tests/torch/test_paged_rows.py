@@ -569,10 +569,13 @@ def test_wrong_entries_are_refused(entry, message):
 
 
 def test_entries_are_configs():
-    assert config_of_entry({"heavy": 8, "recent": [1, 2]}) == H2OConfig(heavy=8, recent=[1, 2])
-    assert config_of_entry({"preset": "robust", "budget": 64}) == H2OConfig.robust(64)
+    of_prompt = {"ratio_of": "prompt"}
+    wanted = H2OConfig(heavy=8, recent=[1, 2], **of_prompt)
+    assert config_of_entry({"heavy": 8, "recent": [1, 2]}) == wanted
+    wanted = dataclasses.replace(H2OConfig.robust(64), **of_prompt)
+    assert config_of_entry({"preset": "robust", "budget": 64}) == wanted
     chunk = {"preset": "calibrated", "budget": 64, "score_by": "mean", "cut": "chunk"}
-    calibrated = H2OConfig.calibrated(64)
+    calibrated = dataclasses.replace(H2OConfig.calibrated(64), **of_prompt)
     assert config_of_entry(chunk) == dataclasses.replace(calibrated, score_by="mean")
     assert config_of_entry({"preset": "calibrated", "budget": 64}).score_by == "mean-echo"
     assert [whole_prompts_of(x) for x in ({}, {"whole_prompts": 5}, chunk)] == [2, 5, 0]
@@ -581,7 +584,8 @@ def test_entries_are_configs():
 def test_one_number_and_the_floor_of_fractions():
     transformers = pytest.importorskip("transformers")
     llama = transformers.LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
-    by_echo = {"score_by": "mean-echo"}  # within a head, because all layers have equal pages
+    of_prompt = {"ratio_of": "prompt"}
+    by_echo = {"score_by": "mean-echo"} | of_prompt  # in a head, as all layers have equal pages
     assert config_of_entry({"budget": 64}, llama) == dataclasses.replace(
         H2OConfig.robust(64), **by_echo
     )
@@ -589,7 +593,8 @@ def test_one_number_and_the_floor_of_fractions():
     assert in_bytes == dataclasses.replace(
         H2OConfig.robust(0.2, budget_unit="bytes").for_model(llama), **by_echo
     )
-    assert config_of_entry({"budget": 64, "cut": "chunk"}, llama) == H2OConfig.robust(64)
+    wanted = dataclasses.replace(H2OConfig.robust(64), **of_prompt)
+    assert config_of_entry({"budget": 64, "cut": "chunk"}, llama) == wanted
     keys = torch.empty(1, 2, 1, 16)
     for config in (
         in_bytes,

@@ -329,7 +329,7 @@ def test_a_step_takes_few_operations():
         with backends.by_torch(), Counter() as counter:
             ops.step(*tokens, slots)
         counts.append(counter.count)
-    assert counts[0] <= 70
+    assert counts[0] <= 71
     assert counts[1] <= 150, "keys and values are quantized at once"
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,8 +43,6 @@ def plan_pass(cache: Any, new: int) -> ForwardPass:
             or states would count padding as text.
     """
     guard = cache.guard
-    if guard.growth is not None:
-        guard.take_back_growth()
     before = guard.state
     seen = before.columns
     if guard.has_independent_rows:
@@ -68,25 +67,21 @@ def plan_pass(cache: Any, new: int) -> ForwardPass:
         if guard.only_scores:
             return ForwardPass(before, before, new)
     then = columns.advance(before, tokens, guard.records_passes, is_step)
-    if then.columns >= before.grows_at:
-        before = _grow(cache, columns, then)
-        then = columns.advance(before, tokens, guard.records_passes, is_step)
-    return ForwardPass(before, then, new)
-
-
-def _grow(cache: Any, columns: NewColumns, then: CacheState) -> CacheState:
-    """Raise the budgets of the layers to those of a text that has the state `then`, after a pass of
-    these columns. Return the state of the cache with them."""
-    guard = cache.guard
-    before, layers = guard.state, [cache.layers[index] for index in guard.plans]
-    given = {len(x) for x in (columns.ids, columns.mask) if x is not None}
-    if given - {layers[0].batch_size}:
-        return before  # wrong batch size, which the first layer reports
+    if then.columns < before.grows_at:
+        return ForwardPass(before, then, new)
     grown = before.grown(then.columns, [row.padding for row in then.rows])
+    then = columns.advance(grown, tokens, guard.records_passes, is_step)
+    return ForwardPass(before, then, new, None, functools.partial(_grow, cache, before, grown))
+
+
+def _grow(cache: Any, before: CacheState, grown: CacheState) -> Callable[[], None]:
+    """Raise the budgets of the layers from those of one state to those of another. Return what
+    lowers them again."""
+    layers = [cache.layers[index] for index in cache.guard.plans]
     rows = broadcast(before.rows, grown.rows)
-    take_back = grow_budgets(layers, *([row[i].counted for row in rows] for i in (0, 1)))
-    guard.grow(grown, take_back)
-    return grown
+    if len(rows) not in (1, layers[0].batch_size):
+        layers = []  # wrong batch size, which the first layer reports
+    return grow_budgets(layers, *([row[i].counted for row in rows] for i in (0, 1)))
 
 
 def _new_columns(guard: PassGuard, text: ModelCall, seen: int, new: int) -> NewColumns:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +22,7 @@ class ForwardPass:
 
     __slots__ = (
         "accesses", "after", "before", "chunked_lengths", "columns", "may_be_transformed", "pool",
-        "prompt", "stored", "thread", "waiting",
+        "prompt", "raise_budgets", "stored", "take_back", "thread", "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -30,12 +31,18 @@ class ForwardPass:
         after: CacheState,
         columns: int | None,
         chunked_lengths: list[int] | None = None,
+        raise_budgets: Callable[[], Callable[[], None]] | None = None,
     ) -> None:
         self.before, self.after = before, after
         self.columns = columns
         """Number of its columns. None: not known yet, so that `after` is not known either"""
         self.chunked_lengths = chunked_lengths
         """Length of each row's prompt, if the pass is its first chunk"""
+        self.raise_budgets = raise_budgets
+        """Raises the budgets that grow in this pass, and returns what lowers them again. None: none
+        of them grows"""
+        self.take_back: Callable[[], None] | None = None
+        """What lowers them again, if no layer stores anything"""
         self.thread = threading.get_ident()
         self.stored: list[int] = []
         """The layers that have stored their new keys"""

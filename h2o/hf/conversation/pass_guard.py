@@ -125,9 +125,6 @@ class PassGuard:
         """The pass under way. An interrupt leaves it set"""
         self.finished: ForwardPass | None = None
         """The last pass of a model with states, whose last layer may still change its states"""
-        self.growth: tuple[CacheState, Callable[[], None]] | None = None
-        """The state before the budgets were raised for a pass that is not committed yet, and what
-        lowers them again"""
         self.told: ModelCall | None = None
         """The inputs of the pass, if the caller of the model tells them"""
 
@@ -194,6 +191,8 @@ class PassGuard:
             the_pass.may_be_transformed = has_transforms()
             if self.has_states:
                 the_pass.accesses = dict.fromkeys(self.with_states, 0)
+            if the_pass.raise_budgets is not None:
+                the_pass.take_back = the_pass.raise_budgets()
             self.current, self.planned, self.finished = the_pass, None, None
             return the_pass
 
@@ -238,11 +237,12 @@ class PassGuard:
             the_pass.waiting = None
             if not the_pass.has_changed:
                 self.current = None
-                self.take_back_growth()
+                if the_pass.take_back is not None:
+                    the_pass.take_back()
 
     def _commit(self, the_pass: ForwardPass) -> None:
         """The state after a pass becomes the state of the cache."""
-        self.state, self.growth = the_pass.after, None
+        self.state = the_pass.after
         the_pass.prompt = the_pass.pool = None
         if self.has_states:
             self.finished = the_pass
@@ -281,23 +281,9 @@ class PassGuard:
         """Give the cache a state that no pass has computed, with keys that were copied. `pins`:
         those that the cache was made with, if they change too."""
         self.state, self.pins = state, self.pins if pins is None else pins
-        self.planned = self.current = self.finished = self.growth = None
+        self.planned = self.current = self.finished = None
         if self.counter is not None:
             self.counter.fill_(state.columns)
-
-    def grow(self, state: CacheState, take_back: Callable[[], None]) -> None:
-        """Give the cache a state with larger budgets, for the pass that is about to begin.
-        `take_back` lowers them again, if the pass fails."""
-        before = self.state
-        self.put(state)
-        self.growth = before, take_back
-
-    def take_back_growth(self) -> None:
-        """Lower the budgets that were raised for a pass that has failed."""
-        if self.growth is not None:
-            before, take_back = self.growth
-            take_back()
-            self.put(before)
 
     # ---- Checks --------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from h2o import ops
 from h2o.arguments.plain_values import check_choice, check_flag, check_integer
 from h2o.budgets import check_prompt_length
 from h2o.config import H2OConfig, resolve_config
-from h2o.config.fields import ConfigFields, Pinned
+from h2o.config.fields import FieldsOfTexts, Pinned
 from h2o.config.head_budgets import expand_to_heads
 from h2o.config.layer_plan import LayerPlan
 from h2o.errors import UnsupportedError
@@ -67,7 +67,7 @@ def simulated(
     pinned: Pinned = None,
     trace: bool = False,
     mass: bool = False,
-    **parameters: Unpack[ConfigFields],
+    **parameters: Unpack[FieldsOfTexts],
 ) -> Iterator[Simulation]:
     """Within the block `model(input_ids, attention_mask)` answers as it would with an H2O cache.
 
