@@ -184,7 +184,7 @@ class CacheInspection(Cache):
     def _warn_of_growth(self, seen: int, new_tokens: int) -> None:
         """Warn once if a turn or a chunk of `new_tokens` tokens, after `seen` others, is evicted
         down to a fraction of a much shorter prompt."""
-        if self._has_warned_of_growth:
+        if self._has_warned_of_growth or self.config.grows:
             return
         total, budget_tokens = seen + new_tokens, self._budget_tokens()
         if has_outgrown(total, budget_tokens) and any(
