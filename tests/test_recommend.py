@@ -105,7 +105,7 @@ def test_an_interrupted_run_goes_on(measure, monkeypatch, tmp_path):
 
 
 def test_the_table_for_readers(tiny, capsys, tmp_path):  # noqa: F811
-    out = "-o", str(tmp_path), "--budgets", "0.5"
+    out = "-o", str(tmp_path), "--budgets", "0.5", "--compare", "budget,random-bytes"
     assert cli.main(["recommend", "--model", tiny, *SHORT, *out]) == 0
     captured = capsys.readouterr()
     assert "agreement: budget:0.5, text 2 of 2" in captured.err

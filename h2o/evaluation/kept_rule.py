@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from h2o.config import H2OConfig
 from h2o.evaluation import protocols
 from h2o.evaluation.facts import WORDS
 from h2o.hf.cache.cache import H2OCache
@@ -71,9 +72,11 @@ def is_followed(reader: Any, chat: Chat) -> bool:
     Args:
         reader: an `h2o.evaluation.recommendation.Reader` of a setting that is a cache.
     """
-    model, mask = reader.model, torch.ones_like(chat.ids)
+    model, mask, config = reader.model, torch.ones_like(chat.ids), reader.setting.config
+    if config.budget is not None:  # as users write it: it follows the text and has a floor
+        config = H2OConfig(budget=config.budget)
     with reader.begin_forward():
-        cache = H2OCache(model.config, reader.setting.config.for_model(model))
+        cache = H2OCache(model.config, config.for_model(model))
         for end in chat.ends[:-1]:
             protocols.by_cache(model, (chat.ids[:, :end], mask[:, :end]), [chat.answer[:1]], cache)
         (logits,) = protocols.by_cache(model, (chat.ids, mask), [chat.answer], cache)
