@@ -199,12 +199,12 @@ def test_each_request_as_if_it_were_alone(name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_pages_by_the_torch_backend(name):
-    """Without the core, pages have the keys that the core leaves in them."""
+    """Without the core, requests in pages answer as if they were alone."""
     layer, served = paged(CONFIGS[name]), talks()
     with backends.by_torch():
         assert traffic(layer, served, seed=3, room=1000) == 0
-    for each in served:
-        wanted, slots = alone(CONFIGS[name], each)
+        expected = [alone(CONFIGS[name], each) for each in served]
+    for each, (wanted, slots) in zip(served, expected, strict=True):
         torch.testing.assert_close(torch.cat(each.answer), wanted, rtol=2e-4, atol=2e-4)
         assert torch.equal(each.kept.sort().values, slots.positions.sort().values)
 
