@@ -364,6 +364,20 @@ def test_a_prefix_from_a_padded_batch(name, way):
     assert prefix.get_seq_length() == 31  # the caller's own still counts its padding
 
 
+def test_the_padding_of_a_prefix_does_not_delay_its_growth():
+    """A question is evicted down to a fraction of all tokens, of which padding is none."""
+    ours, config = shared("llama"), CONFIGS["fractions"]
+    rows = [torch.tensor([text]) for text in texts(40, 60)]
+    caches, (question,) = [H2OCache(ours, config) for _ in range(2)], texts(60, seed=3)
+    for cache, inputs in zip(caches, (batch(rows), batch(rows[:1])), strict=True):
+        ours(**inputs, **with_cache(cache))
+    caches[0].batch_select_indices([0])
+    how = {"rows": 1, "max_new_tokens": 12}
+    prompt = rows[0][0].tolist() + question
+    padded, alone = (next(h2o.generate_all(ours, [prompt], prefix=x, **how)).ids for x in caches)
+    assert padded == alone
+
+
 @pytest.mark.parametrize(
     ("ids", "words"),
     [(slice(9), "has 9 tokens and the prefix 40"), (slice(1, 41), "first 40 tokens")],

@@ -45,7 +45,8 @@ def copy_of_prefix(prefix: H2OCache) -> H2OCache:
     slots, state = h2o_layers(copy)[0].slots, copy.guard.state
     if slots is not None and (tokens := int(slots.seen_tokens[0])) < state.columns:
         in_prompt = min(tokens, state.prompt_columns)
-        copy.guard.put(state._replace(columns=tokens, prompt_columns=in_prompt))
+        state = state._replace(columns=tokens, prompt_columns=in_prompt)
+        copy.guard.put(state.with_rows(row._replace(padding=0) for row in state.rows))
     return copy
 
 

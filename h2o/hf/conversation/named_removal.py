@@ -14,10 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o.budgets import UNLIMITED
 from h2o.hf.conversation.pins import as_positions
 from h2o.hf.conversation.seen_text import NO_TEXT, UNKNOWN_TEXT, SeenText
-from h2o.hf.conversation.state import CacheState, RowState, broadcast, grows_at, merge
+from h2o.hf.conversation.state import CacheState, RowState, broadcast
 from h2o.spans import GivenPins, Row, overlap, size, without
 
 
@@ -96,11 +95,9 @@ class Removal(NamedTuple):
             columns=left,
             longest=state.longest - self.columns,
             prompt_columns=min(state.prompt_columns, left),
-            rows=merge(rows),
-            grows_at=UNLIMITED if state.grows_at == UNLIMITED else grows_at(rows),
             text=text,
             last_pass=None,
-        )
+        ).with_rows(rows)
 
     def remaining_text(
         self, state: CacheState, tokens: list[int], ids: Tensor, mask: Tensor | None

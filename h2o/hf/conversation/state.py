@@ -102,11 +102,15 @@ class CacheState(NamedTuple):
         Args:
             padding: number of padding columns among them in each row, or a single one for all rows.
         """
-        rows = merge(
+        return self.with_rows(
             row._replace(counted=count_text(row.counted, columns - pads))
             for row, pads in broadcast(self.rows, padding)
         )
-        return self._replace(rows=rows, grows_at=grows_at(rows))
+
+    def with_rows(self, rows: Iterable[RowState]) -> CacheState:
+        """This state with other rows, and `grows_at` of them if budgets grow."""
+        rows, grows = merge(rows), self.grows_at < UNLIMITED
+        return self._replace(rows=rows, grows_at=grows_at(rows) if grows else UNLIMITED)
 
     def change_rows(self, change: Callable[[Tensor], Tensor]) -> CacheState:
         """Select or repeat rows, even before the prompt. `change` does so with the first axis of a
