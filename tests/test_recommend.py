@@ -52,6 +52,13 @@ def test_every_setting_is_compared_with_the_full_cache(measure, tiny, tmp_path):
     assert result["verdict"] in (tmp_path / "out" / "report.md").read_text("utf-8")
 
 
+def test_no_verdict_without_a_budget(measure):
+    """Other settings say nothing about whether to evict."""
+    result = measure("--compare", "authors:8", "--texts", "1")
+    assert [x["setting"] for x in result["costs"]] == ["full", "budget:1.0", "authors:8"]
+    assert result["verdict"].startswith("No budget was measured")
+
+
 def test_the_prediction_is_the_models(tiny):  # noqa: F811
     """The full cache's logits are those of one plain pass, and those of a budget are what a loop
     with the cache gives."""

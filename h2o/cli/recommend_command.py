@@ -101,6 +101,9 @@ def run(options: argparse.Namespace) -> int:
     )  # fmt: skip
     study.run(60 * options.minutes, log)
     costs = study.costs()
+    verdict = "No budget was measured, so none is recommended: pass --compare budget."
+    if any(one.config.budget is not None for one in options.settings):
+        verdict = recommendation.verdict(costs)
     result = {
         "model": name,
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -109,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
         "machine": speed.describe_machine(input_device(model)),
         "versions": study.facts["versions"],
         "costs": [dataclasses.asdict(cost) for cost in costs],
-        "verdict": recommendation.verdict(costs),
+        "verdict": verdict,
     }
     report = format_result(result, costs)
     (options.output / "report.md").write_text(f"```\n{report}\n```\n", "utf-8")
