@@ -179,26 +179,27 @@ def new_slots(
     G = sizes_of_keys(keys)[1]
     if not even and len(each) != G:
         raise ValueError(f"capacity: has {len(each)} numbers, wanted one for each of {G} heads")
-    return empty_slots(
-        keys, each[0] if even else each, heavy, recent,
+    slots = empty_slots(
+        keys, each[0] if even else each,
         value_weighted=check_flag("value_weighted", value_weighted),
         kv_dtype=check_choice("kv_dtype", kv_dtype, (None, *QUANTIZED)),
         shared=check_flag("shared", shared), offsets=check_flag("offsets", offsets),
     )  # fmt: skip
+    slots.budget[..., 0], slots.budget[..., 1] = heavy, recent
+    return slots
 
 
 def empty_slots(
     keys: Tensor,
     capacity: int | list[int],
-    heavy: int = UNLIMITED,
-    recent: int = 0,
     *,
     value_weighted: bool = False,
     kv_dtype: str | None = None,
     shared: bool = False,
     offsets: bool = False,
 ) -> Slots:
-    """`new_slots` for arguments that were checked when a cache was made."""
+    """`new_slots` with an unlimited budget, for arguments that were checked when a cache was
+    made."""
     B, G, _, D = sizes_of_keys(keys)
     starts, budgets, shape = None, (B, 2), (B, G, capacity)
     if isinstance(capacity, list):
@@ -210,8 +211,8 @@ def empty_slots(
     dtype = None if row_bytes is None else "uint8"
     key_size, value_size = row_bytes or (D, D)
     centered = offsets and row_bytes is not None and not shared
-    budget = new_tensor(keys, budgets, "int32", heavy)
-    budget[..., 1] = recent
+    budget = new_tensor(keys, budgets, "int32", UNLIMITED)
+    budget[..., 1] = 0
     return Slots(
         keys=new_tensor(keys, (*shape, key_size), dtype, 0),
         values=None if shared else new_tensor(keys, (*shape, value_size), dtype, 0),

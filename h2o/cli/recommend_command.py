@@ -10,12 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from h2o.cli import texts
-from h2o.cli.cache_options import (
-    add_compare,
-    add_model,
-    load_model,
-    parse_count,
-)
+from h2o.cli.cache_options import add_compare, add_model, load_model, parse_count
 from h2o.evaluation.setting import parse_all
 from h2o.evaluation.text_table import table
 from h2o.utils.progress import print_line

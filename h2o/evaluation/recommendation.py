@@ -227,10 +227,10 @@ class Study:
 
     def costs(self) -> list[Cost]:
         """The cost of each setting, over `pieces`."""
-        return [self._cost(setting) for setting in self.settings]
-
-    def _cost(self, setting: Setting) -> Cost:
         pieces = self.pieces
+        return [self._cost(setting, pieces) for setting in self.settings]
+
+    def _cost(self, setting: Setting, pieces: list[int]) -> Cost:
         full, each = (
             [x for number in pieces for x in self._result("facts", one, number)]
             for one in (FULL, setting)
@@ -247,15 +247,15 @@ class Study:
             lost_error=statistics.stdev(lost) / len(lost) ** 0.5 if len(lost) > 1 else 0.0,
             found=sum(a and b for a, b in zip(each, full, strict=True)),
             known=sum(full),
-            followed=None if setting.is_random else sum(self._follows(setting)),
-            chats=sum(self._follows(FULL)),
+            followed=None if setting.is_random else self._follows(setting, pieces),
+            chats=self._follows(FULL, pieces),
             **self._times(setting),
         )
 
-    def _follows(self, setting: Setting) -> list[bool]:
-        """In which of the chats in which the full cache follows the rule this setting does too."""
-        here, full = ([self._result("rule", x, i) for i in self.pieces] for x in (setting, FULL))
-        return [a and b for a, b in zip(here, full, strict=True)]
+    def _follows(self, setting: Setting, pieces: list[int]) -> int:
+        """Number of chats in which both this setting and the full cache follow the rule."""
+        here, full = ([self._result("rule", x, i) for i in pieces] for x in (setting, FULL))
+        return sum(a and b for a, b in zip(here, full, strict=True))
 
     # ---- Measurements ------------------------------------------------------------------------
 

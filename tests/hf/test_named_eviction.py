@@ -290,7 +290,7 @@ def test_nothing_to_remove(pinned):
 
 
 def test_pins_move_with_their_tokens(pinned):
-    """Those that are still to come are pinned as they arrive."""
+    """Pinned tokens that are still to come are pinned as they arrive."""
     ours = shared("llama")
     pinned.evict([(6, 10)])
     (layer, _) = held(pinned)

@@ -128,7 +128,7 @@ def test_two_files_write_the_state():
 
 
 def test_a_step_is_recorded_without_its_tokens():
-    """Of a step on a GPU no numbers are read, and it must not make offsets unknown."""
+    """No numbers are read of a step on a GPU, and it must not make offsets unknown."""
     before = unlike_any_other()
     then = NewColumns(1).advance(before, None, records=True, is_step=True)
     assert then.rows == before.rows

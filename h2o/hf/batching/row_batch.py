@@ -27,12 +27,11 @@ from h2o.config.layer_plan import LayerPlan
 from h2o.errors import UnsupportedError
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.cache_state import recurrent_states
-from h2o.hf.conversation.pins import NOTHING_PINNED
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.model_traits.layer_kinds import has_states
 from h2o.hf.model_traits.wrappers import check_passes, input_device, model_after_prompt
 from h2o.hf.modes import Mode, check_modes, config_modes
-from h2o.hf.prompt.prompt_budget import PromptRows, gained_keys
+from h2o.hf.prompt.prompt_budget import Growth
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope
 from h2o.hf.support import model_modes
 
@@ -128,18 +127,20 @@ class RowBatch:
 
     def _grow(self) -> None:
         """Raise the budgets of rows before a step."""
-        counted = {row: x.count(self.tokens[row] + 1) for row, x in self.growing.items()}
+        after = {
+            row: GrowingRow(plans, count_text(counted, self.tokens[row] + 1))
+            for row, (plans, counted) in self.growing.items()
+        }
+        growth = {
+            row: Growth.of([self.growing[row].counted], [x.counted]) for row, x in after.items()
+        }
         for layer in h2o_layers(self.cache):
+            known = layer.num_heads, layer.facts.part, layer.token_size
             gains = [[(0, 0)]] * len(self.tokens)
-            for row, after in counted.items():
-                lengths = self.growing[row].counted, after
-                old, new = (PromptRows([n], [n], NOTHING_PINNED) for n in lengths)
-                plan = self.growing[row].plans[layer.layer_idx]
-                known = layer.num_heads, layer.facts.part, layer.token_size
-                (gains[row],) = gained_keys(old, new, plan, *known)
+            for row, one in growth.items():
+                (gains[row],) = one.gains(after[row].plans[layer.layer_idx], *known)
             layer.put_budget(layer.raised_budget(expand_to_heads(gains, layer.num_heads)))
-        for row, after in counted.items():
-            self.growing[row] = self.growing[row]._replace(counted=after)
+        self.growing = after
 
     def _step_rows(self, rows: list[int], ids: dict[int, int]) -> Tensor:
         """Logits [len(rows), vocabulary] of a decode step in these rows."""
@@ -193,10 +194,6 @@ class GrowingRow(NamedTuple):
     def grows_at(self) -> int:
         """Number of tokens at which the budget grows next."""
         return next_growth(self.counted)
-
-    def count(self, tokens: int) -> int:
-        """`counted` for a text of so many tokens."""
-        return count_text(self.counted, tokens)
 
 
 class CompiledForward:

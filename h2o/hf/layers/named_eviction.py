@@ -26,7 +26,7 @@ from h2o.hf.layers.cache_relative_variant import CacheRelativeVariant
 from h2o.hf.model_traits.layer_kinds import free_keys_before_window, kind_of
 from h2o.hf.modes import REREAD
 from h2o.hf.rotary.model_rotary import ModelRotary, find_rotary
-from h2o.quantization import stored_like, to_stored
+from h2o.quantization import dequantize, from_stored, stored_like, to_stored
 from h2o.spans import size
 
 
@@ -154,14 +154,14 @@ def _with_scores(slots: ops.Slots, sizes: list[int], scores: Tensor) -> ops.Slot
 def _move_back(layer: Any, removal: Removal, rotary: ModelRotary) -> ops.Slots:
     """The slots of a layer with rotated keys. Quantized keys are rounded once more."""
     slots, sizes, (D, _) = layer.slots, layer.capacity.sizes, layer.facts.row_size
-    offsets = slots.offsets
-    if offsets is not None:  # what is subtracted from a key is rotated like the key
-        offsets = rotary.move_back(offsets, removal.shifts)
+    before = after = slots.offsets
+    if before is not None:  # what is subtracted from a key is rotated like the key
+        after = rotary.move_back(before, removal.shifts)
     keys = torch.empty_like(slots.keys)
-    held, _ = slot_layout.keys_and_values(slots, sizes, D)
-    parts = (slot_layout.heads(x, slots, sizes) for x in (slots.keys, held, keys))
-    for g, (stored, floats, moved) in enumerate(zip(*parts, strict=True)):
-        back = rotary.move_back(floats, removal.shifts)[:, None]
-        of_head = None if offsets is None else offsets[:, g : g + 1]
-        moved.copy_(stored_like(to_stored(back, None, of_head)[0][:, 0], stored))
-    return slots._replace(keys=keys, offsets=offsets)
+    parts = (slot_layout.heads(x, slots, sizes) for x in (slots.keys, keys))
+    for g, (stored, moved) in enumerate(zip(*parts, strict=True)):
+        then, now = (None if x is None else x[:, g : g + 1] for x in (before, after))
+        held, _ = from_stored(dequantize(stored, D), None, then)
+        back = rotary.move_back(held, removal.shifts)[:, None]
+        moved.copy_(stored_like(to_stored(back, None, now)[0][:, 0], stored))
+    return slots._replace(keys=keys, offsets=after)

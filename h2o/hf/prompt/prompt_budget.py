@@ -154,15 +154,14 @@ def grow_budgets(layers: Iterable[Any], before: list[int], after: list[int]) -> 
         before, after: the numbers of tokens in each row that fractions were and now are fractions
             of (`RowState.counted`), or a single one for all rows.
     """
-    old, new = (PromptRows(counts, counts, NOTHING_PINNED) for counts in (before, after))
-    earlier = []
+    growth, earlier = Growth.of(before, after), []
     for layer in layers:
         known = layer.plan, layer.num_heads, layer.facts.part, layer.token_size
         earlier.append((layer, layer.slots.budget, layer.facts))
-        gains = gained_keys(old, new, *known)
+        gains = growth.gains(*known)
         if any(any(pair) for row in gains for pair in row):
             layer.put_budget(layer.raised_budget(gains))
-        budget = new.budget(*known)
+        budget = growth.after.budget(*known)
         layer.facts = layer.facts._replace(raised=budget.raised, floored=budget.floored)
 
     def take_back() -> None:
@@ -173,22 +172,28 @@ def grow_budgets(layers: Iterable[Any], before: list[int], after: list[int]) -> 
     return take_back
 
 
-def gained_keys(
-    old: PromptRows,
-    new: PromptRows,
-    plan: LayerPlan,
-    heads: int,
-    part: tuple[int, int],
-    row_size: RowSize,
-) -> Budgets:
-    """(heavy, recent) that each row and head of a layer gains from the `old` to the `new` length of
-    its text, together never less than 0. For the other arguments see `PromptRows.budget`."""
-    rows = (x.budget(plan, heads, part, row_size).by_row for x in (old, new))
-    gains = []
-    for then, now in zip(*rows, strict=True):
-        pairs = [(x[0] - y[0], x[1] - y[1]) for x, y in zip(now, then, strict=True)]
-        gains.append([(max(heavy, -recent), recent) for heavy, recent in pairs])
-    return gains
+class Growth(NamedTuple):
+    """Texts before and after they have grown."""
+
+    before: PromptRows
+    after: PromptRows
+
+    @classmethod
+    def of(cls, before: list[int], after: list[int]) -> Growth:
+        """The growth of rows that fractions were and now are fractions of so many tokens."""
+        return cls(*(PromptRows(counts, counts, NOTHING_PINNED) for counts in (before, after)))
+
+    def gains(
+        self, plan: LayerPlan, heads: int, part: tuple[int, int], row_size: RowSize
+    ) -> Budgets:
+        """(heavy, recent) that each row and head of a layer gains, together never less than 0. For
+        the arguments see `PromptRows.budget`."""
+        rows = (x.budget(plan, heads, part, row_size).by_row for x in self)
+        gains = []
+        for then, now in zip(*rows, strict=True):
+            pairs = [(x[0] - y[0], x[1] - y[1]) for x, y in zip(now, then, strict=True)]
+            gains.append([(max(heavy, -recent), recent) for heavy, recent in pairs])
+        return gains
 
 
 def schedule_growth(
@@ -213,8 +218,7 @@ def schedule_growth(
     for n, length in zip(counted, lengths, strict=True):
         gains = {}
         while (seen := next_growth(n)) <= length:
-            old, new = (PromptRows([x], [x], NOTHING_PINNED) for x in (n, seen))
-            gains[seen] = gained_keys(old, new, plan, heads, part, row_size)[0]
+            gains[seen] = Growth.of([n], [seen]).gains(plan, heads, part, row_size)[0]
             n = seen
         schedule.append(gains)
     return schedule
