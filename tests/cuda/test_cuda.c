@@ -576,6 +576,7 @@ int main(void) {
         {make_dims(1, 2, 5, 1, 131, 128), H2O_Q8, H2O_Q4, all, 0.0f, false},
         {make_dims(1, 1, 8, 1, 20, 96), H2O_Q8, H2O_Q4, largest, .sinks = true},
         {make_dims(1, 1, 2, 1, 50, 256), H2O_Q8, H2O_Q4, plain, .softcap = 3.0f},
+        {make_dims(1, 2, 3, 1, 140, 96), H2O_Q4, H2O_Q4, all, 0.0f, false},
     };
     h2o_error error;
     CHECK(h2o_init(&error) == H2O_OK);
