@@ -349,6 +349,14 @@ ENTRIES: dict[str, Entry] = {
         {"ids": A(IDS, odd.ids, vocabulary=False), "keep_last": A(2, odd.integer, least=0)},
         ("tokenizer",),
     ),
+    "dropped_spans": Entry(
+        lambda **x: h2o.dropped_spans(tokenizer(), **{"ids": IDS, "new_ids": IDS, **x}),
+        {
+            "ids": A(IDS, odd.ids, vocabulary=False),
+            "new_ids": A(IDS, odd.ids, vocabulary=False),
+        },
+        ("tokenizer",),
+    ),
     "without_spans": Entry(
         lambda **x: plain(h2o.without_spans(**{"ids": IDS, "spans": [(0, 1)], **x})),
         {
