@@ -317,6 +317,7 @@ ENTRIES: dict[str, Entry] = {
             "stopping_criteria": A([], odd.functions),
             "chat_template_kwargs": A(None, odd.mapping),
             "pinned": CACHE["pinned"],
+            "evict": A([(0, 1)], odd.unnamed_spans, several=False),
         },
         (),
     ),
