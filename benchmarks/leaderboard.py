@@ -1,15 +1,16 @@
-"""Evaluate RULER and MATH-500 with evicting caches: kvpress' leaderboard for h2o's settings.
+"""Evaluate RULER, MATH-500 and GSM8K with evicting caches: kvpress' leaderboard, and more.
 
     python -m benchmarks.leaderboard ruler --data ruler_4096.jsonl --model Qwen/Qwen3-8B \\
         --device cuda --dtype bfloat16 --rows 8
     python -m benchmarks.leaderboard math --data math500.jsonl --model Qwen/Qwen3-8B \\
         --device cuda --dtype bfloat16 --rows 32
+    python -m benchmarks.leaderboard gsm8k --data gsm8k.jsonl --dtype bfloat16 --rows 8
 
 In RULER the model processes the context, and the cache is cut to its budget before the question
 comes. Question and answer then have to fit into the same budget. A removed share of 0.75 is a
 budget of 0.25, of the keys, or of the bytes for settings that end in "-bytes". In MATH-500 the
 problem is the prompt, and the cache has 512, 1024 or 2048 slots for the problem and the whole
-answer. Decoding is greedy.
+answer, in GSM8K 64 to 192. Decoding is greedy.
 
 Each answer is written to the output file, as a line, as soon as it is complete. The same command
 resumes an interrupted run, and prints the table. Without --data, `ruler` lets lm-eval generate the
@@ -24,6 +25,7 @@ import copy
 import dataclasses
 import json
 import os
+import re
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -56,12 +58,18 @@ GENERATED = (
 COMPARED = {
     "ruler": "full,authors,robust,echo,echo-bytes",
     "math": "full,authors,robust,echo",
+    "gsm8k": "full,authors,robust,local",
 }
-"""Settings by benchmark. MATH-500 has no "-bytes" setting, since its slots are numbers of keys."""
+"""Settings by benchmark. MATH-500 and GSM8K have no "-bytes" setting, since their slots are numbers
+of keys."""
 REMOVED = "0.25,0.5,0.75,0.875"
-SLOTS = "512,1024,2048"
+SLOTS = {"math": "512,1024,2048", "gsm8k": "64,96,128,192"}
+"""Keys per head by benchmark whose answers are long. The others cut the cache before a question."""
 MARK = "<the context ends here>"
-WANTED = "\nReason step by step, and put the final answer within \\boxed{}."
+WANTED = {
+    "math": "\nReason step by step, and put the final answer within \\boxed{}.",
+    "gsm8k": "\nReason step by step, and end with the answer as a number.",
+}
 
 Prompt = tuple[list[int], list[int]]
 """Tokens of the context, after which the cache is cut, and tokens after it."""
@@ -85,10 +93,13 @@ class Item:
     def score(self, text: str) -> float:
         """Score of a text, 0 to 1. In RULER it is the share of the answers that the text contains,
         and in its "qa" tasks whether it contains one. In MATH it is whether the solution has the
-        correct result in a box."""
+        correct result in a box. In GSM8K it is whether the last number is correct."""
         if self.task == "math":
             boxed = last_boxed_only_string(text)
             return float(boxed is not None and is_equiv(unboxed(boxed), self.answers[0]))
+        if self.task == "gsm8k":
+            numbers = re.findall(r"-?\d+(?:\.\d+)?", text.replace(",", ""))
+            return float(bool(numbers) and float(numbers[-1]) == float(self.answers[0]))
         found = [answer.lower() in text.lower() for answer in self.answers]
         return float(any(found)) if self.task.startswith("qa") else statistics.fmean(found)
 
@@ -141,7 +152,14 @@ def generated_items(tokenizer: str, length: int, tasks: Sequence[str]) -> Iterat
 def math_items(path: Path, tokens: int) -> Iterator[Item]:
     """Items from MATH-500, saved as JSON Lines."""
     for row in rows_of(path, ("problem", "answer")):
-        yield Item("math", row["problem"] + WANTED, "", "", (row["answer"],), tokens)
+        yield Item("math", row["problem"] + WANTED["math"], "", "", (row["answer"],), tokens)
+
+
+def gsm8k_items(path: Path, tokens: int) -> Iterator[Item]:
+    """Items from GSM8K, saved as JSON Lines. A solution ends with "#### " and the answer."""
+    for row in rows_of(path, ("question", "answer")):
+        answer = row["answer"].rpartition("####")[2].strip().replace(",", "")
+        yield Item("gsm8k", row["question"] + WANTED["gsm8k"], "", "", (answer,), tokens)
 
 
 def limited(items: Iterable[Item], limit: int | None) -> list[Item]:
@@ -168,13 +186,14 @@ def encode(tokenizer: Any, item: Item, thinking: bool) -> Prompt:
 
 def written(
     model: Any, tokenizer: Any, setting: Setting, prompts: Sequence[Prompt], tokens: int,
-    rows: int, cut: bool,
+    rows: int, cut: bool, pins: bool,
 ) -> Iterator[tuple[int, list[int]]]:  # fmt: skip
     """Answer prompts. Yields (index, new tokens) as soon as an answer is complete.
 
     Args:
         rows: number of prompts that are answered at a time.
         cut: whether the cache is cut between the two parts of a prompt.
+        pins: whether the prompts are pinned.
     """
     how = copy.deepcopy(model.generation_config)
     how.update(max_new_tokens=tokens, do_sample=False, temperature=None, top_p=None, top_k=None)
@@ -182,6 +201,8 @@ def written(
         how.pad_token_id = tokenizer.eos_token_id
     whole = [Request(torch.tensor(a + b), generation_config=how) for a, b in prompts]
     if not cut and setting.variant == "h2o":
+        if pins:
+            whole = [pinned(request, setting) for request in whole]
         how_many = {"rows": rows, "tokenizer": tokenizer, "as_completed": True}
         with contextlib.suppress(UnsupportedError):  # raised before the first answer
             results = generate_all(model, whole, setting.config, **how_many)
@@ -194,6 +215,13 @@ def written(
     for start in range(0, len(prompts), rows):
         batch = batch_written(model, tokenizer, setting, prompts[start : start + rows], how)
         yield from enumerate(batch, start)
+
+
+def pinned(request: Request, setting: Setting) -> Request:
+    """A request with a pinned prompt, which has slots besides those of the setting."""
+    heavy = setting.config.heavy + len(request.prompt)
+    config = dataclasses.replace(setting.config, heavy=heavy)
+    return dataclasses.replace(request, config=config, pinned="prompt")
 
 
 @torch.no_grad()
@@ -235,20 +263,21 @@ class Records:
 
 def measure(
     model: Any, tokenizer: Any, settings: Sequence[Setting], items: Sequence[Item],
-    records: Records, facts: dict[str, Any], *, rows: int, thinking: bool,
+    records: Records, facts: dict[str, Any], *, rows: int, thinking: bool, pins: bool,
 ) -> dict[str, list[dict[str, Any]]]:  # fmt: skip
     """Answer the items that the file lacks. Returns the records of all items by setting."""
     results: dict[str, list[dict[str, Any]]] = {}
     for setting in settings:
-        about = facts | setting.describe() | {"thinking": thinking}
+        about = facts | setting.describe() | {"thinking": thinking, "pins": pins}
         keys = [fingerprint(about | {"item": dataclasses.asdict(item)}) for item in items]
         missing = [i for i, key in enumerate(keys) if key not in records.by_key]
         with tqdm(total=len(missing), desc=setting.name, disable=not missing) as bar:
             for task in dict.fromkeys(items[i].task for i in missing):
                 part = [i for i in missing if items[i].task == task]
                 prompts = [encode(tokenizer, items[i], thinking) for i in part]
-                tokens, cut = items[part[0]].tokens, task != "math"
-                for j, ids in written(model, tokenizer, setting, prompts, tokens, rows, cut):
+                tokens, cut = items[part[0]].tokens, task not in SLOTS
+                answers = written(model, tokenizer, setting, prompts, tokens, rows, cut, pins)
+                for j, ids in answers:
                     item, key = items[part[j]], keys[part[j]]
                     text = tokenizer.decode(ids, skip_special_tokens=True)
                     about_it = {"model": facts["model"], "setting": setting.name, "task": task}
@@ -275,14 +304,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.leaderboard", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("benchmark", choices=["ruler", "math"])
+    parser.add_argument("benchmark", choices=COMPARED)
     parser.add_argument("--data", type=Path, help="a JSON Lines file; see benchmarks/README.md")
     parser.add_argument("--model", help="default: the embedded SmolLM2-135M")
     add_dtype(parser.add_argument)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--compare", help=f"settings of h2o eval ({COMPARED['ruler']})")
     parser.add_argument("--removed", default=REMOVED, help=f"ruler: removed shares ({REMOVED})")
-    parser.add_argument("--slots", default=SLOTS, help=f"math: keys per head ({SLOTS})")
+    parser.add_argument(
+        "--slots", help=f"math, gsm8k: keys per head ({SLOTS['math']}; {SLOTS['gsm8k']})"
+    )
+    parser.add_argument(
+        "--pin-prompts",
+        action="store_true",
+        help="math, gsm8k: pin the prompts, in slots besides those of --slots",
+    )
     parser.add_argument(
         "--length", type=int, default=4096, help="ruler without --data: tokens of an item (4096)"
     )
@@ -290,7 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--tasks", default=",".join(GENERATED), help="ruler without --data: names of tasks"
     )
     parser.add_argument(
-        "--tokens", type=int, default=4096, help="math: most tokens of an answer (4096)"
+        "--tokens", type=int, default=4096, help="math, gsm8k: most tokens of an answer (4096)"
     )
     parser.add_argument(
         "--thinking", action="store_true", help="pass enable_thinking=True to the chat template"
@@ -300,21 +336,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("leaderboard.jsonl"))
     options = parser.parse_args(arguments)
 
-    budgets = options.slots
-    if options.benchmark == "ruler":
+    if options.benchmark in SLOTS:
+        budgets = options.slots or SLOTS[options.benchmark]
+    else:
         budgets = ",".join(f"{1 - float(share):.6g}" for share in options.removed.split(","))
     settings = parse_all(options.compare or COMPARED[options.benchmark], budgets)
     for setting in settings:
         if setting.is_mask:
             parser.error(f"{setting.why_no_cache}; it cannot answer")
-    if options.benchmark == "math" and options.data is None:
-        parser.error("math needs --data, MATH-500 as JSON Lines; see benchmarks/README.md")
+    if options.benchmark in SLOTS and options.data is None:
+        parser.error(
+            f"{options.benchmark} needs --data, a JSON Lines file; see benchmarks/README.md"
+        )
     model, tokenizer = models.load_model(
         options.model, dtype=options.dtype, device=options.device, log=print_line,
         check=partial(check_fit, settings, full_cache=True),
     )  # fmt: skip
     if options.benchmark == "math":
         items = math_items(options.data, options.tokens)
+    elif options.benchmark == "gsm8k":
+        items = gsm8k_items(options.data, options.tokens)
     elif options.data:
         items = ruler_items(options.data)
     else:
@@ -323,7 +364,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     facts = provenance(model, tokenizer, options.model or models.DEFAULT_MODEL)
     results = measure(
         model, tokenizer, settings, limited(items, options.limit), Records(options.output), facts,
-        rows=options.rows, thinking=options.thinking,
+        rows=options.rows, thinking=options.thinking, pins=options.pin_prompts,
     )  # fmt: skip
     print(f"{facts['model']}, {facts['dtype']}, {options.benchmark}")
     print(as_table(results))

@@ -233,11 +233,10 @@ APART: tuple[tuple[Mode, tuple[Mode, ...], str], ...] = (
 TESTED: tuple[tuple[Mode, tuple[Mode, ...], str], ...] = (
     (
         M.TENSOR_PARALLEL,
-        (M.HYBRID, M.WINDOWS, M.IMAGES, M.HEAD_BUDGETS, M.ECHO, M.RANDOM, M.BITS, M.FEW_BITS,
-         M.CACHE_RELATIVE, M.PINS, M.TRACE, M.COMPILED, M.PADDING, M.GAPS, M.BEAMS, M.CROP,
-         M.NAMED_SPANS, M.TURNS,
-         M.FORK, M.FILE, M.ROW_MOVES, M.AUTOCAST, M.TORCH_BACKEND, M.GENERATE_ALL, M.PATCHED,
-         M.SIMULATED),
+        (M.HYBRID, M.WINDOWS, M.IMAGES, M.HEAD_BUDGETS, M.GROWTH, M.ECHO, M.RANDOM, M.BITS,
+         M.FEW_BITS, M.CACHE_RELATIVE, M.PINS, M.TRACE, M.COMPILED, M.PADDING, M.GAPS, M.BEAMS,
+         M.CROP, M.NAMED_SPANS, M.TURNS, M.FORK, M.FILE, M.ROW_MOVES, M.AUTOCAST, M.TORCH_BACKEND,
+         M.GENERATE_ALL, M.PATCHED, M.SIMULATED),
         "tests/hf/test_parallel.py::test_two_processes_give_what_one_gives",
     ),
     (

@@ -1,8 +1,9 @@
-"""The benchmark of RULER and MATH-500, on two items with a tiny model."""
+"""The benchmark of RULER, MATH-500 and GSM8K, on two items with a tiny model."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 
 import pytest
@@ -30,6 +31,10 @@ RULER = [
     },
 ]  # fmt: skip
 MATH = [{"problem": "What is 1 + 1?", "answer": "2"}, {"problem": "$2^3$?", "answer": "8"}]
+GSM8K = [
+    {"question": "A dozen hundreds and 34?", "answer": "12 * 100 = <<1200>>1200.\n#### 1,234"},
+    {"question": "2 + 3?", "answer": "#### 5"},
+]
 
 
 @pytest.fixture
@@ -100,7 +105,7 @@ def test_math(run, tokenizer):
     )
     assert [line.split()[:2] for line in lines] == [["full", "2"], ["authors:16", "2"]]
     for row in MATH:
-        ids = tokenizer(row["problem"] + leaderboard.WANTED, return_tensors="pt").input_ids
+        ids = tokenizer(row["problem"] + leaderboard.WANTED["math"], return_tensors="pt").input_ids
         cache = H2OCache(run.model.config, parse("authors:16").config)
         with torch.no_grad():
             out = run.model.generate(
@@ -108,6 +113,35 @@ def test_math(run, tokenizer):
             )
         text = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
         assert text in [x["text"] for x in records if x["setting"] == "authors:16"]
+
+
+def test_gsm8k_with_pinned_prompts(run, tokenizer):
+    """A pinned prompt has slots besides those of the setting."""
+    _, records = run(
+        "gsm8k",
+        GSM8K,
+        "--compare",
+        "full,robust",
+        "--slots",
+        "32",
+        "--tokens",
+        "24",
+        "--pin-prompts",
+    )
+    assert [record["right"] for record in records] == [["1234"], ["5"]] * 2
+    assert [record["setting"] for record in records] == ["full"] * 2 + ["robust:32"] * 2
+    for row, record in zip(GSM8K, records[2:], strict=True):
+        ids = tokenizer(
+            row["question"] + leaderboard.WANTED["gsm8k"], return_tensors="pt"
+        ).input_ids
+        config = parse("robust:32").config
+        config = dataclasses.replace(config, heavy=config.heavy + ids.shape[1])
+        cache = H2OCache(run.model.config, config, pinned="prompt")
+        with torch.no_grad():
+            out = run.model.generate(
+                ids, max_new_tokens=24, do_sample=False, **with_cache(cache), pad_token_id=257
+            )
+        assert record["text"] == tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
 
 
 @pytest.mark.parametrize(
@@ -119,6 +153,10 @@ def test_math(run, tokenizer):
         ("math", (r"\frac{1}{2}",), r"Hence \boxed{2}.", 0.0),
         ("math", ("2",), r"It is 2, or \boxed{2", 0.0),
         ("math", ("2",), r"\fbox{2}", 0.0),
+        ("gsm8k", ("1234",), "3 boxes, so 12 * 100 + 34 = 1,234.", 1.0),
+        ("gsm8k", ("18",), "The answer is $18.00.", 1.0),
+        ("gsm8k", ("18",), "It is 18, not 19.", 0.0),
+        ("gsm8k", ("18",), "I do not know.", 0.0),
     ],
 )
 def test_scores(task, answers, text, score):

@@ -33,7 +33,7 @@ SMALL = {"heavy": 4, "recent": 4}
 RELATIVE = {"positions": "cache_relative"}
 M = Mode
 
-UNTESTED = {frozenset((M.VLLM, M.IMAGES)), frozenset((M.GROWTH, M.TENSOR_PARALLEL))}
+UNTESTED = {frozenset((M.VLLM, M.IMAGES))}
 """Pairs that are allowed and that no test combines. Take one out with its test."""
 
 
