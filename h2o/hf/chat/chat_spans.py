@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -50,8 +51,8 @@ def thought_spans(tokenizer: Any, ids: Any) -> Row:
         tokenizer: the tokenizer of the model.
         ids: int [n] or [1, n], the ids of everything that the cache has seen.
     """
-    texts = _pieces(tokenizer, ids)
-    return _whole_tokens(texts, sorted(x.span() for x in _thoughts("".join(texts))))
+    texts = _texts(tokenizer, ids)
+    return texts.whole_tokens(sorted(x.span() for x in _thoughts(texts.joined)))
 
 
 def tool_spans(tokenizer: Any, ids: Any, keep_last: int = 3, **template_kwargs: Any) -> Row:
@@ -79,9 +80,9 @@ def tool_spans(tokenizer: Any, ids: Any, keep_last: int = 3, **template_kwargs: 
     """
     keep_last = check_count("keep_last", keep_last, 0)
     markers = _tool_markers(tokenizer, template_kwargs)
-    texts = _pieces(tokenizer, ids)
-    found = [x.span(1) for x in _between(*markers, "".join(texts))]
-    return _whole_tokens(texts, found[: len(found) - keep_last] if keep_last else found)
+    texts = _texts(tokenizer, ids)
+    found = [x.span(1) for x in _between(*markers, texts.joined)]
+    return texts.whole_tokens(found[: len(found) - keep_last] if keep_last else found)
 
 
 def dropped_spans(tokenizer: Any, ids: Any, new_ids: Any, **template_kwargs: Any) -> Row:
@@ -114,7 +115,7 @@ def dropped_spans(tokenizer: Any, ids: Any, new_ids: Any, **template_kwargs: Any
         check_ids(name, x, one_row=True, hint=_HINT)[0].tolist()
         for name, x in (("ids", ids), ("new_ids", new_ids))
     )
-    texts, seen = pieces(tokenizer, old), len(old) - 1
+    texts, seen = _Texts.of(pieces(tokenizer, old)), len(old) - 1
     marked = {x.start: x for x in _droppable(tokenizer, texts, template_kwargs)}
     spans, i, j = [], 0, 0
     while i < seen:
@@ -158,11 +159,9 @@ class _Marked(NamedTuple):
     stop: int
 
 
-def _droppable(
-    tokenizer: Any, texts: list[str], template_kwargs: dict[str, Any]
-) -> Iterator[_Marked]:
-    """All thoughts, even one that was cut, and all tool results; `texts`: that of each token."""
-    text = "".join(texts)
+def _droppable(tokenizer: Any, texts: _Texts, template_kwargs: dict[str, Any]) -> Iterator[_Marked]:
+    """All thoughts, even one that was cut, and all tool results."""
+    text = texts.joined
     try:
         results = [x.span(1) for x in _between(*_tool_markers(tokenizer, template_kwargs), text)]
     except ValueError:  # a template without markers
@@ -171,11 +170,9 @@ def _droppable(
     for begin, end in THOUGHTS:
         cut = text.find(begin, text.rfind(end) + 1)
         thoughts += [(cut, len(text), len(text))] if cut >= 0 else []
-    ends = [*accumulate(map(len, texts))]
     for begin, marker, end in (*((a, b, b) for a, b in results), *thoughts):
-        for start, stop in _whole_tokens(texts, [(begin, end)]):
-            first = next((x for x in range(start + 1, stop) if ends[x - 1] >= marker), stop)
-            yield _Marked(start, first, stop)
+        for start, stop in texts.whole_tokens([(begin, end)]):
+            yield _Marked(start, min(bisect_left(texts.ends, marker) + 1, stop), stop)
 
 
 def _agree(tokens: list[int], new: list[int]) -> bool:
@@ -209,24 +206,34 @@ def _between(begin: str, end: str, text: str) -> Iterator[re.Match[str]]:
     return re.finditer(f"{re.escape(begin)}(.*?){re.escape(end)}", text, re.S)
 
 
-def _pieces(tokenizer: Any, ids: Any) -> list[str]:
-    """The text of each token of one chat."""
-    return pieces(tokenizer, check_ids("ids", ids, one_row=True, hint=_HINT)[0].tolist())
+class _Texts(NamedTuple):
+    """The texts of the tokens of a chat, and where they are in its whole text."""
+
+    joined: str
+    begins: list[int]
+    """Tokens after the first of a character, which have no text, begin where the first does"""
+    ends: list[int]
+
+    @classmethod
+    def of(cls, texts: list[str]) -> _Texts:
+        ends = [*accumulate(map(len, texts))]
+        begins = [end - len(text) for end, text in zip(ends, texts, strict=True)]
+        for i, text in enumerate(texts):
+            begins[i] = begins[i] if text or not i else begins[i - 1]
+        return cls("".join(texts), begins, ends)
+
+    def whole_tokens(self, characters: Iterable[tuple[int, int]]) -> Row:
+        """Spans of the tokens that lie within spans of characters."""
+        spans = (
+            (bisect_left(self.begins, first), bisect_right(self.ends, last))
+            for first, last in characters
+        )
+        return [(start, stop) for start, stop in spans if start < stop]
 
 
-def _whole_tokens(texts: list[str], characters: Iterable[tuple[int, int]]) -> Row:
-    """Spans of the tokens that lie within spans of characters; `texts`: the text of each token.
-    Tokens after the first of a character, which have no text, go with the first."""
-    ends = [*accumulate(map(len, texts))]
-    begins = [end - len(text) for end, text in zip(ends, texts, strict=True)]
-    for i, text in enumerate(texts):
-        begins[i] = begins[i] if text or not i else begins[i - 1]
-    spans = []
-    for first, last in characters:
-        within = [i for i, end in enumerate(ends) if first <= begins[i] and end <= last]
-        if within:
-            spans.append((within[0], within[-1] + 1))
-    return spans
+def _texts(tokenizer: Any, ids: Any) -> _Texts:
+    """The texts of the tokens of one chat."""
+    return _Texts.of(pieces(tokenizer, check_ids("ids", ids, one_row=True, hint=_HINT)[0].tolist()))
 
 
 def _tool_markers(tokenizer: Any, template_kwargs: dict[str, Any]) -> tuple[str, str]:
