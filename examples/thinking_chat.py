@@ -2,9 +2,10 @@
 
     python examples/thinking_chat.py --turns 30
 
-The thoughts are scripted, because the small model has none of its own. The chat template leaves
-them out of earlier turns, so the chat is rendered anew for each turn. One cache forgets the
-thoughts and reads only what is new. Without that, a full cache has to prefill the chat again.
+The thoughts are scripted, because the small model has none of its own. The program leaves them out
+of earlier turns, as the chat templates of thinking models do, and renders the chat anew for each
+turn. `h2o.dropped_spans` finds what is gone. One cache forgets it and reads only what is new.
+Without that, a full cache has to prefill the chat again.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class Chat:
         self.model, self.tokenizer = model, tokenizer
         self.cache = h2o.H2OCache(model, h2o.H2OConfig.full())
         self.messages: list[dict[str, str]] = []
+        self.seen: torch.Tensor | None = None
+        """The ids that the cache has seen, [1, n]"""
 
     def render(self, *, asks: bool) -> torch.Tensor:
         """The ids of the chat, without thoughts. `asks`: with the header of the next answer."""
@@ -45,10 +48,18 @@ class Chat:
 
     @torch.no_grad()
     def read(self, ids: torch.Tensor) -> int:
-        """Add to the cache those ids that it has not seen. Returns their number."""
+        """Add to the cache those ids that it has not seen, and forget those that are gone. Returns
+        the number of new ones."""
+        self.forget(ids)
         new = ids[:, self.cache.get_seq_length() :]
         self.model(new, cache=self.cache, logits_to_keep=1)
+        self.seen = ids
         return new.shape[1]
+
+    def forget(self, ids: torch.Tensor) -> None:
+        """Remove from the cache the thoughts that a newly rendered chat no longer has."""
+        if self.seen is not None:
+            self.cache.evict(h2o.dropped_spans(self.tokenizer, self.seen, ids), ids=self.seen)
 
     def turn(self, question: str, thought: str, answer: str) -> int:
         """A question, a scripted thought and answer. Returns the number of tokens read."""
@@ -58,14 +69,13 @@ class Chat:
         rest = self.render(asks=False)[:, header.shape[1] :]  # the answer and its end
         thoughts = torch.tensor([self.tokenizer(thought, add_special_tokens=False)["input_ids"]])
         ids = torch.cat([header, thoughts, rest], dim=1)
-        read = self.read(ids)
-        self.cache.evict(h2o.thought_spans(self.tokenizer, ids), ids=ids)
-        return read
+        return self.read(ids)
 
     def ask(self, question: str) -> str:
         """The model's own answer, without a thought."""
         self.messages.append({"role": "user", "content": question})
         ids = self.render(asks=True)
+        self.forget(ids)
         out = self.model.generate(
             ids, attention_mask=torch.ones_like(ids), cache=self.cache, max_new_tokens=16,
             do_sample=False,

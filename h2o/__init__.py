@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # the names in _LAZY, for type checkers and editors
     from h2o.hf.batching.request import Request as Request
     from h2o.hf.batching.request import Result as Result
     from h2o.hf.cache.cache import H2OCache as H2OCache
+    from h2o.hf.chat.chat_spans import dropped_spans as dropped_spans
     from h2o.hf.chat.chat_spans import thought_spans as thought_spans
     from h2o.hf.chat.chat_spans import tool_spans as tool_spans
     from h2o.hf.chat.chat_spans import without_spans as without_spans
@@ -67,6 +68,7 @@ _LAZY = {
     "calibrate": "h2o.calibration.calibrate",
     "compress_document": "h2o.hf.document.compress",
     "disable": "h2o.hf.patch",
+    "dropped_spans": "h2o.hf.chat.chat_spans",
     "enable": "h2o.hf.patch",
     "generate_all": "h2o.hf.batching.generate_all",
     "load_model": "h2o.models",

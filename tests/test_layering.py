@@ -403,8 +403,8 @@ def test_what_is_borrowed_from_inside_other_packages_stands_in_compat_files():
 
 
 def test_vllm_is_known_to_its_plugin():
-    """Only the plugin's files import vLLM, and only prompt_scoring.py there imports h2o.hf, beside
-    the table of modes, which needs neither torch nor transformers."""
+    """Only the plugin's files import vLLM, and only page_removal.py and prompt_scoring.py there
+    import h2o.hf, beside the table of modes, which needs neither torch nor transformers."""
     files = {
         f"h2o/vllm/{name}.py"
         for name in (
@@ -425,7 +425,7 @@ def test_vllm_is_known_to_its_plugin():
         for name in importers("h2o.hf")
         if name.startswith("h2o/vllm/") and IMPORTS[name] & {*sources("h2o/hf", ".py")} - {modes}
     }
-    assert knowing == {"h2o/vllm/prompt_scoring.py"}
+    assert knowing == {"h2o/vllm/page_removal.py", "h2o/vllm/prompt_scoring.py"}
 
 
 FLOORS = 10

@@ -223,8 +223,8 @@ APART: tuple[tuple[Mode, tuple[Mode, ...], str], ...] = (
      "h2o.compress_document reads one text of token ids, and has no such argument"),
     (
         M.VLLM,
-        (M.PADDING, M.GAPS, M.CROP, M.NAMED_SPANS, M.TRACE, M.COMPILED, M.FORK, M.FILE, M.ROW_MOVES,
-         M.AUTOCAST, M.FROM_DYNAMIC, M.GENERATE_ALL, M.PATCHED, M.REREADING, M.SIMULATED),
+        (M.PADDING, M.GAPS, M.CROP, M.TRACE, M.COMPILED, M.FORK, M.FILE, M.ROW_MOVES, M.AUTOCAST,
+         M.FROM_DYNAMIC, M.GENERATE_ALL, M.PATCHED, M.REREADING, M.SIMULATED),
         _SERVER,
     ),
     (M.VLLM, (M.BEAMS,), "vLLM prefills each beam again for every token, so nothing is evicted"),
@@ -307,6 +307,11 @@ TESTED: tuple[tuple[Mode, tuple[Mode, ...], str], ...] = (
         "tests/vllm/test_engine.py::test_full_attention_beside_sliding_windows",
     ),
     (M.VLLM, (M.PINS,), "tests/vllm/test_engine.py::test_pins_of_requests"),
+    (
+        M.VLLM,
+        (M.NAMED_SPANS,),
+        "tests/vllm/test_sharing.py::test_a_request_forgets_a_part_of_its_prefix",
+    ),
     (
         M.VLLM,
         (M.TORCH_BACKEND,),

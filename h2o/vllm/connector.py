@@ -24,10 +24,10 @@ from vllm.v1.kv_cache_interface import CircularBufferSpec
 
 from h2o.vllm.page_budget import example_keys
 from h2o.vllm.page_store import PageStore
-from h2o.vllm.paged_request import arguments_of, prefix_of
+from h2o.vllm.paged_request import EVICT, arguments_of, prefix_of
 from h2o.vllm.scheduler import PrefixAsyncScheduler, PrefixScheduler
 from h2o.vllm.stored_prompts import Beginning, Prefill, StoredPrompts, identify
-from h2o.vllm.validation import CONNECTOR, has_windows, read_request
+from h2o.vllm.validation import CONNECTOR, has_windows, logger, read_request
 
 
 def set_up(vllm_config: VllmConfig) -> None:
@@ -117,6 +117,7 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
             if isinstance(group.kv_cache_spec, CircularBufferSpec)
         }
         """The groups of layers with h2o's pages. There is one group if prompts are stored"""
+        self.num_groups = len(kv_cache_config.kv_cache_groups)
         self.found: dict[str, tuple[int, int, bool]] = {}
         """The stored prompt of each request that waits for a page"""
         self.beginnings: dict[str, list[Beginning]] = {}
@@ -148,7 +149,7 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
         """Note that a request has its page and its prefill begins. If a session continues instead,
         nothing of it will be stored."""
         pages = self._pages(blocks.get_block_ids())
-        asked = request.num_prompt_tokens, arguments_of(request)
+        asked = request.num_prompt_tokens, self._arguments_of(request)
         self.plan.requests |= dict.fromkeys(pages, asked)
         if request.num_computed_tokens:
             return
@@ -164,6 +165,19 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
                 self._keep(self.pool.blocks[stored], again=True)
         if not whole and (wanted := self._beginnings_of(request)):
             self.prompts.prefilling[name] = Prefill(wanted, num_external_tokens)
+
+    def _arguments_of(self, request: Any) -> dict[str, Any]:
+        """The `vllm_xargs` of a request, without `h2o_evict` if that is not supported."""
+        arguments = arguments_of(request)
+        reasons = {
+            "a session's turn has no prefix of its own": request.num_computed_tokens,
+            "layers with a sliding window still hold them": len(self.groups) < self.num_groups,
+        }
+        why = next((reason for reason, holds in reasons.items() if holds), None)
+        if EVICT not in arguments or why is None:
+            return arguments
+        logger.warning("h2o: a request keeps the tokens that it asks to forget: %s", why)
+        return {name: x for name, x in arguments.items() if name != EVICT}
 
     def build_connector_meta(self, scheduler_output: Any) -> Plan:
         preempted = {*(scheduler_output.preempted_req_ids or ())}

@@ -11,16 +11,17 @@ Shape letters: L layers of a store, G key/value heads of each.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from h2o import ops
-from h2o.slots import PER_ROW, empty_row
+from h2o.slots import PER_ROW, PER_SLOT, empty_row
 from h2o.spans import PINNED
 
 ALIGNMENT = 16
@@ -140,6 +141,29 @@ class PageStore:
             kept = library.where(is_known, scores, 0).sum(dtype=library.float64)
             keys = self.evicted + self._evicted(slice(None))
             return Eviction(int(keys), float(lost.sum()), float(kept))
+
+    def row(self, page: int, layer: int = 0) -> tuple[ops.Slots, list[int]]:
+        """One of the store's layers in one page: views [1, ...] of its slots, and the number of
+        slots per head, or one number for all heads."""
+        slots = self._layers[layer]
+        fields = {name: getattr(slots, name) for name in PER_ROW}
+        views = {name: None if x is None else x[page : page + 1] for name, x in fields.items()}
+        if slots.starts is None:
+            return slots._replace(**views), [slots.scores.shape[-1]]
+        starts = slots.starts if slots.starts.ndim == 1 else slots.starts[page]
+        begin, end = int(starts[0]), int(starts[-1])
+        for name in PER_SLOT:
+            if views[name] is not None:
+                views[name] = views[name][:, begin:end]
+        return slots._replace(**views, starts=starts - begin), starts.diff().tolist()
+
+    @contextlib.contextmanager
+    def keeping_evictions(self, page: int) -> Iterator[None]:
+        """Within the block tokens leave a page. Those of them that were evicted are counted on."""
+        part = slice(page, page + 1)
+        before = self._evicted(part)
+        yield
+        self.evicted += before - self._evicted(part)
 
     def rows(self, numbers: torch.Tensor, layer: int = 0) -> ops.Slots:
         """The slots of one of the store's layers in the pages `numbers`, [n] int32."""

@@ -7,13 +7,14 @@ them again.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from h2o.arguments.plain_values import check_count
+from h2o.arguments.plain_values import check_count, wrong
 from h2o.budgets import check_amount
 from h2o.config import H2OConfig
-from h2o.spans import Row, check_spans, parse_spans
+from h2o.spans import Row, check_spans, overlap, parse_spans, size
 
 PINS = "h2o_pinned"
 """Argument in `vllm_xargs`: spans as text, 0:40,100:120, or as pairs of numbers; or "prompt" """
@@ -26,7 +27,11 @@ CONTEXT = "h2o_context"
 """Argument in `vllm_xargs`: number of tokens after which the prompt is cut and continued one token
 at a time, so that its log-likelihoods are those with the kept keys"""
 
-OF_REQUESTS = ("h2o_heavy", "h2o_recent", PINS, PREFIX, CONTEXT)
+EVICT = "h2o_evict"
+"""Argument in `vllm_xargs`: spans, like those of `PINS`, of tokens of the prefix that the request
+forgets before it goes on with the rest of the prompt"""
+
+OF_REQUESTS = ("h2o_heavy", "h2o_recent", PINS, PREFIX, CONTEXT, EVICT)
 
 
 class PagedRequest(NamedTuple):
@@ -40,6 +45,8 @@ class PagedRequest(NamedTuple):
     """Pinned spans, within the `first` tokens"""
     prefix: int = 0
     """Number of tokens of a prefix that is cut before the rest of the prompt, 0 if there is none"""
+    evicted: Row = []  # noqa: RUF012 - never changed
+    """Spans that are removed after the `first` tokens"""
 
     @property
     def first(self) -> int:
@@ -57,7 +64,7 @@ def with_budget(config: H2OConfig, arguments: dict[str, Any]) -> H2OConfig | Non
     wanted = {name: x for name, x in arguments.items() if name.startswith("h2o_")}
     if unknown := sorted({*wanted} - {*OF_REQUESTS}):
         raise ValueError(f"{unknown[0]}: unknown; a request can have {', '.join(OF_REQUESTS)}")
-    for name in (PINS, PREFIX, CONTEXT):
+    for name in (PINS, PREFIX, CONTEXT, EVICT):
         wanted.pop(name, None)
     if not wanted:
         return None
@@ -125,3 +132,47 @@ def with_pins(config: H2OConfig, arguments: dict[str, Any], prompt: int | None =
         part = "prefix" if prefix_tokens(arguments, prompt + 1) else "prompt"
         raise ValueError(f"{PINS} ends at token {pinned[-1][1]}, but the {part} has {prompt}")
     return pinned
+
+
+def evicted_spans(arguments: dict[str, Any], first: int | None = None) -> Row:
+    """The spans of its prefix that a request forgets, by `h2o_evict` in its `vllm_xargs`.
+
+    Args:
+        first: number of tokens of the prefix, or of the prompt if that is shorter. None: only the
+            request's arguments are known.
+
+    Raises: TypeError, ValueError that say what is wrong with the spans.
+    """
+    given = arguments.get(EVICT)
+    if given is None:
+        return []
+    prefix = prefix_tokens(arguments, sys.maxsize)
+    if not prefix:
+        raise ValueError(
+            f"{EVICT} names tokens of a prefix: pass {PREFIX} too, the number of its tokens. "
+            "Without a prefix leave the tokens out of the prompt"
+        )
+    spans = _parse(given) if isinstance(given, str) else check_spans(EVICT, given)
+    pinned = arguments.get(PINS)
+    if pinned is not None and spans:
+        pinned = parse_spans(pinned) if isinstance(pinned, str) else check_spans(PINS, pinned)
+        shared = overlap(spans, [(0, prefix)] if isinstance(pinned, str) else pinned)
+        if shared:
+            raise ValueError(f"{EVICT} names token {shared[0][0]}, which {PINS} pins")
+    n = min(prefix, prefix if first is None else first)
+    if spans and spans[-1][1] > n:
+        raise ValueError(f"{EVICT} ends at token {spans[-1][1]}, but the prefix has {n}")
+    if size(spans) == n:
+        raise ValueError(f"{EVICT} leaves nothing of the prefix: leave it out of the prompt")
+    return spans
+
+
+def _parse(text: str) -> Row:
+    """Spans from a text such as 0:40,100:120."""
+    try:
+        spans = parse_spans(text)
+    except ValueError:
+        spans = text
+    if isinstance(spans, str):
+        raise ValueError(wrong(EVICT, text, "spans of tokens, such as 0:40,100:120"))
+    return spans

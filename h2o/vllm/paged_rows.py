@@ -20,7 +20,7 @@ from torch import Tensor
 
 from h2o import ops
 from h2o.slots import empty_row
-from h2o.spans import PINNED
+from h2o.spans import PINNED, Row
 from h2o.vllm.page_budget import PageBudget
 from h2o.vllm.page_store import PageStore
 from h2o.vllm.paged_request import PagedRequest
@@ -64,6 +64,9 @@ class Batch(NamedTuple):
     steps: Steps | None
     replayed: Sequence[tuple[int, int]] = ()
     """(page, token) of stored prompts that come again. The token gets its stored attention"""
+    removed: Sequence[tuple[int, Row]] = ()
+    """(page, spans) of requests that go on from a prefix without these tokens. They are removed
+    before all other work"""
 
 
 class PartialPrompts:
@@ -112,7 +115,7 @@ def plan(
     Raises: RuntimeError for batches that h2o's scheduler never plans: a row with tokens of a prefix
         and of the rest of the prompt, and more prompts in chunks than can be kept whole.
     """
-    later, opening, single, again = [], [], [], []
+    later, opening, single, again, removed = [], [], [], [], []
     for row, (length, page) in enumerate(zip(lengths, pages, strict=True)):
         begin, end = starts[row], starts[row + 1]
         if begin == end:
@@ -122,6 +125,8 @@ def plan(
             continue
         opens = length == end - begin
         request = requests.get(page) or PagedRequest(length if opens else 0)
+        if request.evicted and length - (end - begin) == request.first:
+            removed.append((page, request.evicted))
         if opens:
             begun.by_page.pop(page, None)  # left by another request
         elif end - begin == 1 and length > request.first:
@@ -143,7 +148,7 @@ def plan(
     for i, chunk in enumerate(opening):  # now, since chunks that end have made room
         if not chunk.ends:
             opening[i] = chunk._replace(buffer=begun.take_buffer(chunk.page))
-    return Batch(later + opening, _steps(single, device), again)
+    return Batch(later + opening, _steps(single, device), again, removed)
 
 
 def _steps(rows: list[tuple[int, int]], device: torch.device | str) -> Steps | None:
@@ -209,6 +214,8 @@ class PagedLayer:
             out: [n, H, D], contiguous. Receives the output.
         """
         with self.store.lock:
+            for page, spans in batch.removed:
+                self._remove(page, spans)
             for chunk in batch.chunks:
                 part = slice(chunk.begin, chunk.end)
                 tokens = [x[part].transpose(0, 1)[None] for x in (query, key, value)]
@@ -220,6 +227,17 @@ class PagedLayer:
         for chunk in batch.chunks:
             if chunk.length in (chunk.request.first, chunk.request.prompt):
                 self.worker_prompts.note(chunk.page, self.layer, out[chunk.end - 1])
+
+    def _remove(self, page: int, spans: Row) -> None:
+        """Remove tokens from this layer's slots in a page."""
+        from h2o.vllm.page_removal import remove_spans  # imports h2o.hf
+
+        remove_spans(self.store, page, self._layer_of_store, spans, self.policy)
+
+    @property
+    def _layer_of_store(self) -> int:
+        """The number of this layer among those of its store."""
+        return 0 if self.cross_layer is None else self.layer
 
     def _chunk(self, chunk: Chunk, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
         """Run a chunk: query [1, H, Q, D], key and value [1, G, Q, D], out [1, Q, H, D]."""
@@ -264,7 +282,7 @@ class PagedLayer:
 
     def _rows(self, numbers: Tensor) -> ops.Slots:
         """This layer's slots in the pages `numbers`."""
-        return self.store.rows(numbers, 0 if self.cross_layer is None else self.layer)
+        return self.store.rows(numbers, self._layer_of_store)
 
     def _put(
         self, chunk: Chunk, query: Tensor | None, keys: Tensor, values: Tensor, scores: Tensor

@@ -14,7 +14,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from h2o.vllm.paged_request import CONTEXT, PREFIX, reads_by_token
+from h2o.vllm.paged_request import CONTEXT, EVICT, PREFIX, evicted_spans, reads_by_token
 
 
 class Beginning(NamedTuple):
@@ -39,16 +39,17 @@ def identify(
     settings = sorted(
         (name, repr(x))
         for name, x in arguments.items()
-        if name.startswith("h2o_") and name not in (PREFIX, CONTEXT)
+        if name.startswith("h2o_") and name not in (PREFIX, CONTEXT, EVICT)
     )
 
-    def beginning(n: int, *cut: int) -> Beginning:
+    def beginning(n: int, *cut: Any) -> Beginning:
         said = repr((settings, salt, cut)).encode()
         return Beginning(n, hashlib.sha256(array.array("q", tokens[:n]).tobytes() + said).digest())
 
     if not prefix:
         return [beginning(len(tokens))]
-    return [beginning(len(tokens), prefix, reads_by_token(arguments)), beginning(prefix)]
+    how = prefix, reads_by_token(arguments), *evicted_spans(arguments)
+    return [beginning(len(tokens), *how), beginning(prefix)]
 
 
 @dataclasses.dataclass

@@ -17,9 +17,16 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as Proces
 from h2o.config import H2OConfig
 from h2o.hf.modes import Mode, check_modes
 from h2o.packages import install_command
+from h2o.spans import Row
 from h2o.vllm.config_entry import config_of_entry, whole_prompts_of
 from h2o.vllm.page_budget import PageBudget
-from h2o.vllm.paged_request import PagedRequest, prefix_tokens, with_budget, with_pins
+from h2o.vllm.paged_request import (
+    PagedRequest,
+    evicted_spans,
+    prefix_tokens,
+    with_budget,
+    with_pins,
+)
 from h2o.vllm.unsupported_backends import Unchanged
 
 logger = init_logger("vllm.h2o")
@@ -170,6 +177,7 @@ class Requests(Unchanged, ProcessorOfV1, ProcessorOfV2):
             with_budget(any_config, arguments)
             with_pins(any_config, arguments)
             prefix_tokens(arguments, 0)
+            evicted_spans(arguments)
         except TypeError as error:
             raise ValueError(str(error)) from error
 
@@ -201,4 +209,9 @@ def read_request(
     except (TypeError, ValueError) as error:
         pinned = []
         logger.warning("h2o: a request is answered without the pins that it asks for: %s", error)
-    return PagedRequest(prompt, config, pinned, prefix)
+    evicted: Row = []
+    try:
+        evicted = evicted_spans(arguments, prefix or prompt)
+    except (TypeError, ValueError) as error:
+        logger.warning("h2o: a request keeps the tokens that it asks to forget: %s", error)
+    return PagedRequest(prompt, config, pinned, prefix, evicted)

@@ -324,7 +324,8 @@ def _later_calls(modes: set[Mode], size: int | None, chosen: random.Random) -> l
     if M.GENERATE_ALL in modes:
         lengths = [chosen.randint(3 if M.PINS in modes else 1, 9) for _ in range(4)]
         whole = {M.FILE, M.FORK, M.NAMED_SPANS} & modes
-        calls.append(("all", {"lengths": lengths, "prefix": bool(whole), "size": size}))
+        forgets = {"forgets": True} if M.NAMED_SPANS in modes else {}
+        calls.append(("all", {"lengths": lengths, "prefix": bool(whole), "size": size, **forgets}))
         if not modes & {M.PINS, M.COMPILED}:  # prompts that are prefilled together
             calls.append(("all", {"lengths": [5, 16, 11, 8], "prefix": False}))
     return calls

@@ -317,6 +317,7 @@ ENTRIES: dict[str, Entry] = {
             "stopping_criteria": A([], odd.functions),
             "chat_template_kwargs": A(None, odd.mapping),
             "pinned": CACHE["pinned"],
+            "evict": A([(0, 1)], odd.unnamed_spans, several=False),
         },
         (),
     ),
@@ -347,6 +348,14 @@ ENTRIES: dict[str, Entry] = {
             tokenizer(), **{"ids": IDS, "chat_template": TURNS.replace("}}\n", "}}<end>"), **x}
         ),
         {"ids": A(IDS, odd.ids, vocabulary=False), "keep_last": A(2, odd.integer, least=0)},
+        ("tokenizer",),
+    ),
+    "dropped_spans": Entry(
+        lambda **x: h2o.dropped_spans(tokenizer(), **{"ids": IDS, "new_ids": IDS, **x}),
+        {
+            "ids": A(IDS, odd.ids, vocabulary=False),
+            "new_ids": A(IDS, odd.ids, vocabulary=False),
+        },
         ("tokenizer",),
     ),
     "without_spans": Entry(

@@ -177,4 +177,9 @@ OF_MEASURES: dict[str, Entry] = {
         {"h2o_pinned": A([(1, 3)], odd.spans_of_one_row)},
         ("config", "arguments", "prompt"),
     ),
+    "paged_request.evicted_spans": Entry(
+        lambda **x: paged_request.evicted_spans({"h2o_prefix": 40, **x}, 40),
+        {"h2o_evict": A([(1, 3)], odd.spans_of_one_row)},
+        ("arguments", "first"),
+    ),
 }  # fmt: skip

@@ -165,7 +165,10 @@ def asked(**given: Any) -> Any:
     """The answer to a `Request`."""
     sampling = GenerationConfig(do_sample=True)
     given = {"prompt": IDS, "generation_config": sampling, **given}
-    return answers(Request(**given))
+    prefix = None
+    if "evict" in given:
+        read(prefix := H2OCache(model(), **SMALL), TEXT[:, :-1])
+    return answers(Request(**given), prefix=prefix)
 
 
 def full_cache() -> DynamicCache:

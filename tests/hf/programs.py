@@ -25,7 +25,16 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 
-from h2o import H2OCache, H2OConfig, backends, generate_all, patched, simulated
+from h2o import (
+    H2OCache,
+    H2OConfig,
+    Request,
+    backends,
+    generate_all,
+    patched,
+    simulated,
+    without_spans,
+)
 from h2o.compat import with_cache
 from h2o.hf.layers.layer import H2OLayer
 from tests.hf import tiny
@@ -275,26 +284,37 @@ class Run:
     def beams(self, columns: int = 2, tokens: int = 4, left: Sequence[int] = ()) -> None:
         self.answer(columns, tokens, left, beams=2)
 
-    def all(self, lengths: Sequence[int], prefix: bool, size: int | None = None) -> None:
-        """generate_all answers as generate() does, after this cache as prefix or without."""
+    def all(self, lengths: Sequence[int], prefix: bool, size: int | None = None,
+            forgets: bool = False) -> None:  # fmt: skip
+        """generate_all answers as generate() does, after this cache as prefix or without.
+        `forgets`: whether every other request forgets a span of the prefix."""
         text = self.rows[0].text if prefix else []
         prompts = [text + [self.random.randint(2, 90) for _ in range(length)] for length in lengths]
+        each = [
+            self._span(self.rows[0], 1 + i, 2) if forgets and i % 2 else []
+            for i in range(len(prompts))
+        ]
+        requests = [
+            Request(prompt, evict=spans) for prompt, spans in zip(prompts, each, strict=True)
+        ]
         how = {} if size is None else {"prefill_chunk_size": size}
         how = {"generation_config": GenerationConfig(**how)}
         pinned = None if prefix else self.program.pinned
         results = generate_all(
-            self.model, prompts, self.cache.config if prefix else self.config, rows=2,
+            self.model, requests, self.cache.config if prefix else self.config, rows=2,
             max_new_tokens=4, pinned=pinned, prefix=self.cache if prefix else None, **how,
             **self.more(),
         )  # fmt: skip
-        for prompt, result in zip(prompts, list(results), strict=True):
+        for prompt, spans, result in zip(prompts, each, list(results), strict=True):
             if result.error is not None:
                 raise result.error
             ids = result.ids
             cache = (
                 self.cache.fork() if prefix else H2OCache(self.model, self.config, pinned=pinned)
             )
-            inputs = {"input_ids": torch.tensor([prompt], device=self.model.device)}
+            cache.evict(spans)
+            left = without_spans(torch.tensor(prompt, device=self.model.device), spans)
+            inputs = {"input_ids": left}
             if self.program.exact:
                 inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
             want = tiny.greedy(self.model, inputs, 4, **with_cache(cache), **how)[0].tolist()
@@ -399,20 +419,7 @@ class Run:
         where nothing is pinned, part of an image or within a sliding window; such a row may lose
         nothing."""
         ids, mask = torch.cat(self.ids, 1), torch.cat(self.masks, 1)
-        windows = 10 if "sliding" in FAMILIES[self.program.family].layers else 0
-        spans: list[list[Span]] = []
-        for number, row in enumerate(self.rows):
-            text = row.text
-            pins = self.options(row)["pinned"] or []
-            fixed = {i for begin, end in pins for i in range(begin, end)}
-            fixed |= {i for i, x in enumerate(text) if x >= tiny.IMAGE_STARTS}
-            first = start + apart * number
-            begins = (
-                i
-                for i in range(first, len(text) - windows - tokens)
-                if not fixed & {*range(i, i + tokens)}
-            )
-            spans.append([(i, i + tokens) for i in itertools.islice(begins, 1)])
+        spans = [self._span(row, start + apart * i, tokens) for i, row in enumerate(self.rows)]
         if self.begins_dynamic and [] in spans:
             return  # the positions of padded rows are unknown, so all must lose as many tokens
         for row, found in zip(self.rows, spans, strict=True):
@@ -426,6 +433,20 @@ class Run:
             [pad(left["input_ids"], (more, 0))],
             [pad(left["attention_mask"], (more, 0))],
         )
+
+    def _span(self, row: Row, first: int, tokens: int) -> list[Span]:
+        """A span of a row's text that can be removed, from token `first` on; none if there is
+        none."""
+        windows = 10 if "sliding" in FAMILIES[self.program.family].layers else 0
+        pins = self.options(row)["pinned"] or []
+        fixed = {i for begin, end in pins for i in range(begin, end)}
+        fixed |= {i for i, x in enumerate(row.text) if x >= tiny.IMAGE_STARTS}
+        begins = (
+            i
+            for i in range(first, len(row.text) - windows - tokens)
+            if not fixed & {*range(i, i + tokens)}
+        )
+        return [(i, i + tokens) for i in itertools.islice(begins, 1)]
 
     def crop(self, columns: int, back: int) -> None:
         """Read some columns and take the last of them back."""

@@ -59,9 +59,12 @@ def test_thoughts(special):
 
 def test_other_markers_of_thoughts():
     tokenizer = tokenizer_of(THOUGHTS)
-    ids = ids_of(tokenizer, "[THINK]a[/THINK]b<|channel|>analysis<|message|>c<|end|>d")
-    found = texts(tokenizer, ids, h2o.thought_spans(tokenizer, ids[0].tolist()))
-    assert found == ["[THINK]a[/THINK]", "<|channel|>analysis<|message|>c<|end|>"]
+    thought = "<|channel|>analysis<|message|>c<|end|><|start|>assistant"
+    ids = ids_of(tokenizer, f"[THINK]a[/THINK]b<|start|>assistant{thought}<|channel|>final")
+    spans = h2o.thought_spans(tokenizer, ids[0].tolist())
+    assert texts(tokenizer, ids, spans) == ["[THINK]a[/THINK]", thought]
+    left = h2o.without_spans(ids, spans)  # the header of the answer stands there once
+    assert tokenizer.decode(left[0].tolist()) == "b<|start|>assistant<|channel|>final"
 
 
 CHAT = [
@@ -105,7 +108,8 @@ def test_spans_beyond_the_ids():
     assert h2o.without_spans([1, 2, 3], []).tolist() == [[1, 2, 3]]
 
 
-def test_a_turn_without_the_thoughts_of_the_last():
+@pytest.mark.parametrize("compares", [False, True])
+def test_a_turn_without_the_thoughts_of_the_last(compares):
     """What the template renders without thoughts is what the cache answers for."""
     tokenizer = tokenizer_of(THOUGHTS, "<think>", "</think>")
     ours = llama(2, vocab_size=len(tokenizer))
@@ -115,15 +119,89 @@ def test_a_turn_without_the_thoughts_of_the_last():
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) + answer
     ids = ids_of(tokenizer, text)
     ours(ids, **with_cache(cache))
-    cache.evict(h2o.thought_spans(tokenizer, ids), ids=ids)
     chat += [{"role": "assistant", "content": answer.removesuffix("<|im_end|>\n")}]
     chat += [{"role": "user", "content": "Really?"}]
     again = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    seen, shorter = cache.get_seq_length(), ids_of(tokenizer, again)
-    read = []
+    shorter = ids_of(tokenizer, again)
+    spans = h2o.thought_spans(tokenizer, ids)
+    if compares:
+        with pytest.raises(ValueError, match=r"cache.evict\(h2o.dropped_spans\("):
+            ours.generate(shorter, max_new_tokens=2, **with_cache(cache))
+        spans = h2o.dropped_spans(tokenizer, ids, shorter)
+    cache.evict(spans, ids=ids)
+    seen, read = cache.get_seq_length(), []
     hook = ours.register_forward_pre_hook(
         lambda _module, _args, given: read.append(given["input_ids"].shape[1]), with_kwargs=True
     )
     ours.generate(shorter, max_new_tokens=2, eos_token_id=None, **with_cache(cache))
     hook.remove()
     assert read == [shorter.shape[1] - seen, 1]
+
+
+# ---- What a newly rendered chat no longer has ----------------------------------------------------
+
+HEADER = "<|im_start|>assistant\n"
+ANSWERED = f"<think>\n1\n</think>\n\nA<|im_end|>\n{HEADER}<think>\n2\n</think>\n\nB<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "again", "expected"),
+    [
+        (ANSWERED, ANSWERED + "C", []),
+        (ANSWERED, ANSWERED.replace("<think>\n1\n</think>\n\n", "") + "C", [(0, 7)]),
+        (ANSWERED, ANSWERED.replace("<think>\n2\n</think>\n\n", "") + "C", [(21, 28)]),
+        (ANSWERED, ANSWERED.replace("<think>\n1\n</think>", "") + "C", [(0, 5)]),  # as DeepSeek R1
+        (ANSWERED, ANSWERED.replace("<think>\n1\n</think>\n", "") + "C", [(0, 6)]),
+        ("<think>Ä</think>\n\nÄ.", "Ä.<|im_end|>", [(0, 6)]),  # of several bytes
+        ("a<think>1</think>\n\n", "a<|im_end|>", [(1, 5)]),  # the cache has not seen the last \n
+        ("a<think>cut sho", "a<|im_end|>", [(1, 8)]),
+        ("a<think>1</think>b<think>cut", "ab<|im_end|>", [(1, 4), (5, 8)]),
+        ("a<think>1</think>", "a<think>2</think>", [(1, 3)]),
+        ("a<", "a<|im_end|>", []),
+    ],
+)
+def test_a_chat_that_was_rendered_again(text, again, expected):
+    tokenizer = tokenizer_of(THOUGHTS, "<think>", "</think>")
+    ids, new = ids_of(tokenizer, text), ids_of(tokenizer, again)
+    spans = h2o.dropped_spans(tokenizer, ids, new[0].tolist())
+    assert spans == expected
+    left = h2o.without_spans(ids[:, :-1], spans)
+    assert torch.equal(left, new[:, : left.shape[1]])
+
+
+def test_a_chat_without_old_tool_results():
+    """A program that empties old results, which a template writes between their markers."""
+    tokenizer = tokenizer_of(QWEN)
+    emptied = [{**x, "content": ""} if x["content"] == "first" else x for x in CHAT]
+    ids, new = (
+        ids_of(tokenizer, tokenizer.apply_chat_template(x, tokenize=False)) for x in (CHAT, emptied)
+    )
+    spans = h2o.dropped_spans(tokenizer, ids, new)
+    assert texts(tokenizer, ids, spans) == ["first"]
+    assert torch.equal(h2o.without_spans(ids, spans), new)
+
+
+@pytest.mark.parametrize(
+    ("text", "again", "message"),
+    [
+        (
+            "abc.",
+            "abd.",
+            r"token 2 of ids is 'c', where new_ids has 'd' \(token 2\), and no thought",
+        ),
+        ("abc.", "ac.", "token 1 of ids is 'b', where new_ids has 'c'"),
+        ("abc.", "ab", r"token 2 of ids is 'c', where new_ids ends before it, with 2 tokens"),
+        (
+            "<think>1</think>b.",
+            "<think></think>b.",
+            "token 3 of ids is 'b', where new_ids has '<th",
+        ),
+        ("<think>1</think>b.", "1</think>b.", "token 3 of ids is 'b', where new_ids has '1'"),
+    ],
+)
+def test_other_differences(text, again, message):
+    """Text outside of marked spans, and parts of such spans, are not removed."""
+    tokenizer = tokenizer_of(THOUGHTS, "<think>", "</think>")
+    ids, new = ids_of(tokenizer, text), ids_of(tokenizer, again)
+    with pytest.raises(ValueError, match=message):
+        h2o.dropped_spans(tokenizer, ids, new)

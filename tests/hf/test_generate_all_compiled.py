@@ -73,6 +73,8 @@ def test_requests_of_all_kinds_share_the_graph(dynamo):
         torch._dynamo.reset()
         counters.clear()
         after = [document + text for text in rest]
+        if more:
+            after[1] = h2o.Request(after[1], evict=[(2, 17)])
         compiled, eager = compiled_and_eager(ours, settings, after, **more, **how)
         assert compiled == eager
         assert counters["stats"]["unique_graphs"] >= 1

@@ -178,6 +178,9 @@ def test_rows_with_prompts_that_were_tuned(kind, rows):
     wrapped(input_ids=texts[1][:, :16], **with_cache(prefix))
     (after,) = h2o.generate_all(wrapped, [ids], full, rows=1, prefix=prefix, max_new_tokens=8)
     assert after.ids == chunked.ids
+    forgets = h2o.Request(ids, evict=[(2, 4)])
+    with pytest.raises(UnsupportedError, match="evict does not support prompt tuning"):
+        next(h2o.generate_all(wrapped, [forgets], full, rows=1, prefix=prefix))
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -19,11 +19,18 @@ import torch
 
 from h2o import H2OConfig, backends, ops
 from h2o.hf.cache_state import slot_layout
+from h2o.hf.cache_state.slot_removal import remove_tokens
 from h2o.vllm import metrics
 from h2o.vllm.config_entry import config_of_entry, whole_prompts_of
 from h2o.vllm.page_budget import PageBudget
 from h2o.vllm.page_store import PageStore, page_bytes
-from h2o.vllm.paged_request import PagedRequest, prefix_tokens, with_budget, with_pins
+from h2o.vllm.paged_request import (
+    PagedRequest,
+    evicted_spans,
+    prefix_tokens,
+    with_budget,
+    with_pins,
+)
 from h2o.vllm.paged_rows import PagedLayer, PartialPrompts, plan
 from h2o.vllm.worker_prompts import WorkerPrompts
 from tests import inputs
@@ -57,6 +64,7 @@ class Talk:
     text: inputs.Text
     prompt: int
     pinned: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    evicted: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     page: int = -1
     seen: int = 0
     answer: list[torch.Tensor] = dataclasses.field(default_factory=list)
@@ -105,7 +113,10 @@ def feed(layer: PagedLayer, begun: PartialPrompts, rows: list[tuple[Talk, int]])
         starts,
         [each.seen for each, _ in rows],
         [each.page for each, _ in rows],
-        {each.page: PagedRequest(each.prompt, None, each.pinned) for each, _ in rows},
+        {
+            each.page: PagedRequest(each.prompt, None, each.pinned, evicted=each.evicted)
+            for each, _ in rows
+        },
         begun,
     )
     out = torch.full(query.shape, torch.nan)
@@ -128,6 +139,9 @@ def alone(config: H2OConfig, each: Talk, prompt_scores=None) -> tuple[torch.Tens
     for start, stop in each.pinned:
         scores[..., start:stop] = torch.inf
     ops.evict(k, v, scores, slots, policy=config.policy)
+    if each.evicted:
+        sizes = slot_layout.sizes(slots)
+        slots = remove_tokens(slots, sizes, sizes, [each.evicted], config.policy)
     answer = [out[0]]
     for i in range(each.prompt, each.seen):
         q, k, v = (x[:, :, i : i + 1] for x in (query, keys, values))
@@ -258,6 +272,29 @@ def test_pinned_keys_stay(name, room):
         for span in each.pinned:
             assert all(set(range(*span)) <= set(head) for head in heads)
     assert math.isfinite(layer.store.eviction().kept)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("room", [1000, 16])
+def test_requests_that_forget_tokens_of_their_prompt(name, room):
+    """They are removed once, before the first token after the prompt, and from no other page."""
+    layer, served, spans = paged(CONFIGS[name]), talks(), [(3, 6), (8, 14)]
+    for each in served[::2]:
+        each.evicted = [span for span in spans if span[1] < each.prompt]
+    assert sum(map(len, (each.evicted for each in served))) >= 5
+    traffic(layer, served, seed=3, room=room)
+    for each in served:
+        wanted, slots = alone(CONFIGS[name], each)
+        torch.testing.assert_close(torch.cat(each.answer), wanted, rtol=2e-4, atol=2e-4)
+        assert torch.equal(each.kept, slots.positions)
+    evicted = layer.store.eviction().keys
+    for each in served[::2]:
+        each.evicted = []
+    again = paged(CONFIGS[name])
+    for each in served:
+        each.seen, each.answer = 0, []
+    traffic(again, served, seed=3, room=room)
+    assert 0 <= evicted <= again.store.eviction().keys  # what was removed was not evicted
 
 
 @pytest.mark.parametrize("chunks", [[16, 8, 16], [16, 9, *[1] * 15]])
@@ -634,13 +671,36 @@ def test_a_request_says_a_budget_of_its_own():
         ({"h2o_pinned": ["12"]}, "h2o_pinned is .*; expected spans"),
         ({"h2o_recent": True}, "h2o_recent is True; expected"),
         ({"h2o_prefix": 4, "h2o_context": 4}, "pass only one"),
+        ({"h2o_evict": "0:4"}, "h2o_evict names tokens of a prefix: pass h2o_prefix too"),
+        ({"h2o_evict": "0:9", "h2o_prefix": 8}, "ends at token 9, but the prefix has 8"),
+        ({"h2o_evict": "0:8", "h2o_prefix": 8}, "h2o_evict leaves nothing of the prefix"),
+        ({"h2o_evict": "prompt", "h2o_prefix": 8}, "h2o_evict is 'prompt'; expected spans"),
+        ({"h2o_evict": "4:x", "h2o_context": 8}, "h2o_evict is '4:x'; expected spans"),
+        ({"h2o_evict": [0, 4], "h2o_prefix": 8}, r"h2o_evict is \[0, 4\]; expected spans"),
+        (
+            {"h2o_evict": "3:5", "h2o_prefix": 8, "h2o_pinned": "0:2,4:6"},
+            "h2o_evict names token 4, which h2o_pinned pins",
+        ),
+        ({"h2o_evict": "3:5", "h2o_prefix": 8, "h2o_pinned": "prompt"}, "h2o_evict names token 3"),
     ],
 )
-def test_wrong_budgets_prefixes_and_pins(arguments, reason):
+def test_wrong_arguments_of_requests(arguments, reason):
     def read() -> None:
         with_budget(H2OConfig(), arguments)
         with_pins(H2OConfig(), arguments)
         prefix_tokens(arguments, 9)
+        evicted_spans(arguments)
 
     with pytest.raises((TypeError, ValueError), match=reason):
         read()
+
+
+def test_spans_that_requests_forget():
+    for asked in ("0:4,9:12", [[9, 12], [0, 4]], torch.tensor([[0, 4], [9, 12]])):
+        assert evicted_spans({"h2o_evict": asked, "h2o_prefix": 20}) == [(0, 4), (9, 12)]
+    assert evicted_spans({"h2o_evict": [], "h2o_prefix": 20}) == []
+    assert evicted_spans({"h2o_prefix": 20}) == []
+    apart = {"h2o_evict": "3:5", "h2o_prefix": 20, "h2o_pinned": "0:3,5:6"}
+    assert evicted_spans(apart) == [(3, 5)]
+    with pytest.raises(ValueError, match="ends at token 12, but the prefix has 11"):
+        evicted_spans({"h2o_evict": "9:12", "h2o_prefix": 20}, 11)

@@ -35,6 +35,9 @@ def test_what_requests_have_in_common():
         whole(30, 21),
     ]
     assert len({whole(30), *others}) == 8
+    forgets = {"h2o_evict": "2:4"}
+    assert whole(30, 20, **forgets) not in {whole(30, 20), whole(30, 20, h2o_evict="2:5")}
+    assert of(30, 20, **forgets)[1] == of(30, 20)[1]  # the prefix is stored before
     assert of(30, 20)[1] == of(40, 20, name="h2o_context")[1] == of(20)[0]
 
 

@@ -23,7 +23,7 @@ from vllm.plugins import load_general_plugins
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from h2o import H2OCache, H2OConfig
+from h2o import H2OCache, H2OConfig, without_spans
 from h2o.compat import with_cache
 from tests.hf.tiny import FAMILIES, LATENT, VOCABULARY
 
@@ -107,9 +107,10 @@ def after_prefix(
     config: H2OConfig,
     chunk: int = 1 << 20,
     pinned: Any = None,
+    forgets: Any = (),
 ) -> list:
-    """Tokens of `generate()` with an H2OCache that has prefilled the prefix, then the rest in
-    chunks."""
+    """Tokens of `generate()` with an H2OCache that has prefilled the prefix, has removed the spans
+    `forgets`, and has prefilled the rest in chunks."""
     model.set_attn_implementation("h2o")
     answers = []
     for request in requests:
@@ -118,11 +119,14 @@ def after_prefix(
         with torch.no_grad():
             if end:
                 model(ids[:, :end], **with_cache(cache))
-            while len(request) - end > chunk:
+                cache.evict(forgets, ids=ids[:, :end])
+                ids = without_spans(ids, forgets)
+                end = int(cache.get_seq_length())
+            while ids.shape[1] - end > chunk:
                 model(ids[:, end : end + chunk], **with_cache(cache))
                 end += chunk
         out = model.generate(ids, **with_cache(cache), max_new_tokens=NEW, do_sample=False)
-        answers.append(out[0, len(request) :].tolist())
+        answers.append(out[0, ids.shape[1] :].tolist())
     return answers
 
 

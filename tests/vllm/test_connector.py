@@ -3,6 +3,7 @@ engine."""
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +20,7 @@ from h2o import H2OConfig
 from h2o.vllm import plugin, scheduler
 from h2o.vllm.connector import StoredPromptsConnector
 from h2o.vllm.page_budget import PageBudget, example_keys
-from h2o.vllm.paged_request import PagedRequest
+from h2o.vllm.paged_request import PagedRequest, arguments_of
 from h2o.vllm.worker_prompts import WorkerPrompts
 
 PAGE = plugin.PageSpec(
@@ -109,6 +110,24 @@ def test_a_session_that_goes_on_stores_no_prefix():
     assert not made.prompts.prefilling
 
 
+@pytest.mark.parametrize(
+    ("specs", "computed", "why"),
+    [
+        ([PAGE], 100, "a session's turn has no prefix of its own"),
+        ([PAGE, FullAttentionSpec(**FULL)], 0, "layers with a sliding window still hold them"),
+    ],
+)
+def test_requests_that_cannot_forget(specs, computed, why, caplog, monkeypatch):
+    """The scheduler cannot answer a request with an error, so that the log says it."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    made, asked = connector(*specs, is_shared=False), {"h2o_prefix": 30, "h2o_evict": "3:9"}
+    one = request(prompt=130, computed=computed, **asked)
+    made.update_state_after_alloc(one, pages(3, 4), 0)
+    assert passes(made, a=30).requests[3] == (130, {"h2o_prefix": 30})
+    assert f"keeps the tokens that it asks to forget: {why}" in caplog.text
+    assert arguments_of(one) == asked
+
+
 def test_workers_know_what_the_requests_of_pages_ask_for():
     """Workers must know a page's request until it ends, even if the page gets another request, or
     the same one again, in the same pass."""
@@ -125,8 +144,8 @@ def test_workers_know_what_the_requests_of_pages_ask_for():
     own = PagedRequest(100, H2OConfig(heavy=3, recent=8), [(2, 4)])
     assert known(a=32) == {3: own}
     made.request_finished_all_groups(request(), ([3],))
-    admit(made, request("b", 50, h2o_prefix=30), 3)
-    assert known(b=30) == {3: PagedRequest(50, prefix=30)}
+    admit(made, request("b", 50, h2o_prefix=30, h2o_evict="3:9"), 3)
+    assert known(b=30) == {3: PagedRequest(50, prefix=30, evicted=[(3, 9)])}
     admit(made, request("b", 50), 3)
     assert known(preempted="b", b=30) == {3: PagedRequest(50)}
     made.request_finished_all_groups(request("b"), ([3],))

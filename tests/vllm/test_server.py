@@ -84,6 +84,7 @@ def test_requests_have_budgets_of_their_own_within_a_page(server, llama):
         ({"h2o_heavy": -3}, "h2o_heavy is -3; expected an integer from 0"),
         ({"h2o_prefix": 0}, "h2o_prefix is 0; expected an integer of at least 1"),
         ({"h2o_pinned": [0, 40]}, r"h2o_pinned is \[0, 40\]; expected spans"),
+        ({"h2o_evict": "3:9"}, "h2o_evict names tokens of a prefix: pass h2o_prefix too"),
     ],
 )
 def test_wrong_budgets_and_pins_are_errors_of_the_client(server, arguments, reason):

@@ -81,6 +81,29 @@ def test_a_prefix_is_read_once(name, chunk, llama, monkeypatch):
         assert worker_prompts(llm).requests == before + 1
 
 
+# An H2OCache rotates stored keys back, and rounds those in bytes once more.
+@pytest.mark.parametrize("name", sorted({*ENTRIES} - {"stored in bytes"}))
+@pytest.mark.parametrize("chunk", [256, 32])
+def test_a_request_forgets_a_part_of_its_prefix(name, chunk, llama, monkeypatch):
+    """It answers as an H2OCache that has removed these tokens. Requests that share the prefix, at
+    the same time and later, still have them."""
+    monkeypatch.setattr(echo_scorer, "FEWEST_HEADS", 1)
+    folder, model = llama
+    (beginning,), config = prompts((60,), 5), H2OConfig(**ENTRIES[name])
+    requests = [beginning + rest for rest in prompts((5, 100, 1, 24), 6)]
+    whole = {"h2o_prefix": 60}
+    forgets = whole | {"h2o_evict": [(5, 30), (40, 44)]}
+
+    wanted = after_prefix(model, requests, 60, config, chunk - 8)
+    shorter = after_prefix(model, requests, 60, config, chunk - 8, forgets=forgets["h2o_evict"])
+    assert shorter != wanted
+    with engine(folder, ENTRIES[name], max_num_batched_tokens=chunk) as llm:
+        for _ in range(2):  # the second time the whole prompts are stored
+            assert served(llm, requests, extra_args=forgets) == shorter
+            assert served(llm, requests, extra_args=whole) == wanted
+        assert served(llm, [beginning], extra_args=whole) == alone(model, [beginning], config)
+
+
 def test_a_prefix_that_ends_with_a_chunk_of_one_token(llama):
     """With "cut": "chunk" such a prefix must be stored, and its last token pinned."""
     folder, model = llama

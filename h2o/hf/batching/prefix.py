@@ -7,8 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from h2o.config import PARAMETERS, H2OConfig
+from h2o.errors import UnsupportedError
 from h2o.hf.batching.row_batch import h2o_layers
 from h2o.hf.cache.cache import H2OCache
+from h2o.spans import Row
 
 
 class PrefixError(ValueError):
@@ -63,3 +65,24 @@ def check_prompt(prefix: H2OCache, tokens: int, ids: Tensor) -> None:
         f"{what}. A prompt must contain the prefix and more tokens: pass the document and the "
         "question as one prompt, or leave out prefix="
     )
+
+
+def check_removal(spans: Row, tokens: int, virtual: int) -> None:
+    """Check that a request's copy of a prefix of `tokens` tokens can forget these spans.
+
+    Raises:
+        UnsupportedError: the prefix has virtual tokens.
+        ValueError: there is no prefix, or a span ends beyond it.
+    """
+    if not tokens:
+        raise ValueError(
+            "evict names tokens of prefix=, and this call has no prefix: leave them out of the "
+            "prompt"
+        )
+    if virtual:
+        raise UnsupportedError(
+            "evict does not support prompt tuning, whose virtual tokens come before the prompt: "
+            "leave out prefix= and evict, and pass prompts without the spans"
+        )
+    if (last := spans[-1][1]) > tokens:
+        raise ValueError(f"evict ends at token {last}, but the prefix has {tokens}")

@@ -31,9 +31,10 @@ from h2o.compat_calls import ModelCall
 from h2o.compat_wrappers import num_virtual_tokens
 from h2o.config import H2OConfig, check_config
 from h2o.errors import UnsupportedError
-from h2o.hf.batching.prefix import check_prompt
+from h2o.hf.batching.prefix import check_prompt, check_removal
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.cache.cache_plan import get_plan
+from h2o.hf.chat.chat_spans import without_spans
 from h2o.hf.chat.chat_template import arguments_of, is_chat, prompt_ids
 from h2o.hf.chat.system_turn import system_span
 from h2o.hf.conversation.pins import Pins
@@ -42,6 +43,7 @@ from h2o.hf.modes import Mode, check_modes, config_modes
 from h2o.hf.rotary.length_dependent_rope import LengthDependentRope, positions_after
 from h2o.hf.support import text_config_of
 from h2o.model_identity import vocabulary_of
+from h2o.spans import check_spans, size
 
 Prompt = Any  # a text, a chat, token ids, or a Request with one of them
 
@@ -66,6 +68,10 @@ class Request:
     that include the prompt"""
     chat_template_kwargs: Mapping[str, Any] | None = None
     """Arguments of the template for a prompt that is a chat: `tools`, `enable_thinking`, ..."""
+    evict: Any = ()
+    """Spans [(start, stop), ...] of tokens that this request's copy of `prefix` forgets, as by
+    `H2OCache.evict`. The prompt has these tokens. They are removed from it, so that all that counts
+    its tokens counts the shorter text"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,6 +284,12 @@ class ActiveRequest:
         self.tokens_prefilled = max(0, int(self.cache.get_seq_length()) - settings.virtual)
         if self.tokens_prefilled:
             check_prompt(self.cache, self.tokens_prefilled, self.ids)
+        if spans := check_spans("evict", request.evict):
+            check_removal(spans, self.tokens_prefilled, settings.virtual)
+            self.cache.evict(spans, ids=self.ids[:, : self.tokens_prefilled])
+            self.tokens_prefilled -= size(spans)
+            self.ids = without_spans(self.ids, spans)
+            self.prompt_tokens = self.ids.shape[1]
         prepared = settings.make_decoding_arguments(request, self.ids, self.cache)
         self.processors = prepared["logits_processor"]
         self.criteria = prepared["stopping_criteria"]

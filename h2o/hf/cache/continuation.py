@@ -124,13 +124,11 @@ def check_ids(text: SeenText, ids: Tensor, mask: Tensor | None = None) -> None:
         raise ValueError(
             f"the first {ids.shape[1]} tokens of row {rows[0]} are not the ones that the cache has "
             "seen. input_ids must be everything seen so far, followed by new tokens. Append the "
-            "ids of the new turn to the ids that generate() returned, as h2o.next_turn does: a "
-            "chat template that drops earlier reasoning, or tokenizing the answer again, gives "
-            "different ids. To drop the reasoning from the cache as well, call "
-            "cache.evict(h2o.thought_spans(tokenizer, out), ids=out) after each answer, where out "
-            f"is what generate() returned. {_LOST_TURN}. After a beam search the cache holds the "
-            "beams that were searched last, not the returned sequences. To start another text call "
-            "cache.reset(), or use a new H2OCache or h2o.patched()"
+            "ids of the new turn to the ids that generate() returned, as h2o.next_turn does: "
+            f"tokenizing an answer again gives different ids. {_DROPPED}. {_LOST_TURN}. After a "
+            "beam search the cache holds the beams that were searched last, not the returned "
+            "sequences. To start another text call cache.reset(), or use a new H2OCache or "
+            "h2o.patched()"
         )
 
 
@@ -138,9 +136,16 @@ def no_new_tokens(seen: int) -> ValueError:
     return ValueError(
         f"no new tokens: the cache has seen {seen} tokens, and input_ids has no more than these. "
         "Pass all earlier tokens followed by new ones, as h2o.next_turn(tokenizer, out, message) "
-        f"does, or call cache.reset() for another text. {_LOST_TURN}"
+        f"does, or call cache.reset() for another text. {_DROPPED}. {_LOST_TURN}"
     )
 
+
+_DROPPED = (
+    "If a chat template has dropped earlier reasoning, remove it from the cache before generate(): "
+    "cache.evict(h2o.dropped_spans(tokenizer, out, input_ids), ids=out), where out is what the "
+    "last call returned"
+)
+"""Advice for a chat that was rendered again"""
 
 _LOST_TURN = (
     "If an error ended generate() before it returned, the cache has seen its prompt and the ids "

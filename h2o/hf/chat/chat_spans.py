@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Iterable
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ THOUGHTS = (
     ("<seed:think>", "</seed:think>"),
     ("[THINK]", "[/THINK]"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
-    ("<|channel|>analysis<|message|>", "<|end|>"),
+    ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
 )
 """What models write before and after a thought"""
 
@@ -50,13 +51,8 @@ def thought_spans(tokenizer: Any, ids: Any) -> Row:
         tokenizer: the tokenizer of the model.
         ids: int [n] or [1, n], the ids of everything that the cache has seen.
     """
-    texts = _pieces(tokenizer, ids)
-    found = [
-        match.span()
-        for begin, end in THOUGHTS
-        for match in re.finditer(f"{re.escape(begin)}.*?{re.escape(end)}\\s*", "".join(texts), re.S)
-    ]
-    return _whole_tokens(texts, sorted(found))
+    texts = _texts(tokenizer, ids)
+    return texts.whole_tokens(sorted(x.span() for x in _thoughts(texts.joined)))
 
 
 def tool_spans(tokenizer: Any, ids: Any, keep_last: int = 3, **template_kwargs: Any) -> Row:
@@ -83,11 +79,58 @@ def tool_spans(tokenizer: Any, ids: Any, keep_last: int = 3, **template_kwargs: 
             a user's message.
     """
     keep_last = check_count("keep_last", keep_last, 0)
-    begin, end = _tool_markers(tokenizer, template_kwargs)
-    texts = _pieces(tokenizer, ids)
-    pattern = f"{re.escape(begin)}(.*?){re.escape(end)}"
-    found = [match.span(1) for match in re.finditer(pattern, "".join(texts), re.S)]
-    return _whole_tokens(texts, found[: len(found) - keep_last] if keep_last else found)
+    markers = _tool_markers(tokenizer, template_kwargs)
+    texts = _texts(tokenizer, ids)
+    found = [x.span(1) for x in _between(*markers, texts.joined)]
+    return texts.whole_tokens(found[: len(found) - keep_last] if keep_last else found)
+
+
+def dropped_spans(tokenizer: Any, ids: Any, new_ids: Any, **template_kwargs: Any) -> Row:
+    """Find the thoughts and tool results that a newly rendered chat no longer has.
+
+    ```python
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, ...)["input_ids"]
+    cache.evict(h2o.dropped_spans(tokenizer, out, ids), ids=out)
+    out = model.generate(ids, cache=cache)  # reads only the new turn
+    ```
+
+    The new ids must be the earlier ones without some thoughts and tool results, followed by new
+    tokens. The white space after a thought may stay. Nothing is guessed: any other difference is an
+    error, since the cache has read other text than the new ids have.
+
+    Args:
+        tokenizer: the tokenizer of the model.
+        ids: int [n] or [1, n], what `generate()` returned. The last id is not compared and is in no
+            span, because `generate()` returns it before the cache has seen it.
+        new_ids: int [m] or [1, m], the ids of the chat with its next turn.
+        template_kwargs: arguments of the chat template, as for the chat.
+
+    Returns:
+        Spans [(start, stop), ...] of positions in `ids`. None if the new ids begin with all others.
+
+    Raises:
+        ValueError: the new ids lack other text, or have other tokens. The message says where.
+    """
+    old, new = (
+        check_ids(name, x, one_row=True, hint=_HINT)[0].tolist()
+        for name, x in (("ids", ids), ("new_ids", new_ids))
+    )
+    texts, seen = _Texts.of(pieces(tokenizer, old)), len(old) - 1
+    marked = {x.start: x for x in _droppable(tokenizer, texts, template_kwargs)}
+    spans, i, j = [], 0, 0
+    while i < seen:
+        span = marked.get(i)
+        stop = seen if span is None else min(span.stop, seen)
+        if span is not None and not _agree(old[i:stop], new[j:]):
+            stops = range(min(span.first, stop), stop + 1)
+            stop = next(x for x in stops if _agree(old[x:stop], new[j:]))
+            spans.append((i, stop))
+            i = stop
+        elif new[j : j + 1] == old[i : i + 1]:
+            i, j = i + 1, j + 1
+        else:
+            raise _differ(tokenizer, old, new, i, j)
+    return spans
 
 
 def without_spans(ids: Any, spans: Any) -> Tensor:
@@ -107,24 +150,90 @@ def without_spans(ids: Any, spans: Any) -> Tensor:
     return given[:, stays]
 
 
-def _pieces(tokenizer: Any, ids: Any) -> list[str]:
-    """The text of each token of one chat."""
-    return pieces(tokenizer, check_ids("ids", ids, one_row=True, hint=_HINT)[0].tolist())
+class _Marked(NamedTuple):
+    """Tokens that a chat template may leave out."""
+
+    start: int
+    first: int
+    """The end of the last marker. White space follows, up to `stop`"""
+    stop: int
 
 
-def _whole_tokens(texts: list[str], characters: Iterable[tuple[int, int]]) -> Row:
-    """Spans of the tokens that lie within spans of characters; `texts`: the text of each token.
-    Tokens after the first of a character, which have no text, go with the first."""
-    ends = [*accumulate(map(len, texts))]
-    begins = [end - len(text) for end, text in zip(ends, texts, strict=True)]
-    for i, text in enumerate(texts):
-        begins[i] = begins[i] if text or not i else begins[i - 1]
-    spans = []
-    for first, last in characters:
-        within = [i for i, end in enumerate(ends) if first <= begins[i] and end <= last]
-        if within:
-            spans.append((within[0], within[-1] + 1))
-    return spans
+def _droppable(tokenizer: Any, texts: _Texts, template_kwargs: dict[str, Any]) -> Iterator[_Marked]:
+    """All thoughts, even one that was cut, and all tool results."""
+    text = texts.joined
+    try:
+        results = [x.span(1) for x in _between(*_tool_markers(tokenizer, template_kwargs), text)]
+    except ValueError:  # a template without markers
+        results = []
+    thoughts = [(x.start(), x.end(1), x.end()) for x in _thoughts(text)]
+    for begin, end in THOUGHTS:
+        cut = text.find(begin, text.rfind(end) + 1)
+        thoughts += [(cut, len(text), len(text))] if cut >= 0 else []
+    for begin, marker, end in (*((a, b, b) for a, b in results), *thoughts):
+        for start, stop in texts.whole_tokens([(begin, end)]):
+            yield _Marked(start, min(bisect_left(texts.ends, marker) + 1, stop), stop)
+
+
+def _agree(tokens: list[int], new: list[int]) -> bool:
+    """Whether `new` begins with these tokens."""
+    return new[: len(tokens)] == tokens
+
+
+def _differ(tokenizer: Any, old: list[int], new: list[int], i: int, j: int) -> ValueError:
+    """Error for new ids that differ from the earlier ones other than by marked spans."""
+    wanted, *found = (repr(tokenizer.decode(x[:1])) for x in (old[i:], new[j:]) if x)
+    what = f"has {found[0]}" if found else f"ends before it, with {len(new)} tokens"
+    return ValueError(
+        f"token {i} of ids is {wanted}, where new_ids {what} (token {j}), and no thought or tool "
+        "result begins there that new_ids could lack. An answer that is decoded and tokenized "
+        "again may have other tokens. To go on with the same tokens, append the turn to the ids: "
+        "spans = h2o.thought_spans(tokenizer, ids); cache.evict(spans, ids=ids); new_ids = "
+        "h2o.next_turn(tokenizer, h2o.without_spans(ids, spans), message). To remove other spans, "
+        "name them: cache.evict([(start, stop)], ids=ids)"
+    )
+
+
+def _thoughts(text: str) -> Iterator[re.Match[str]]:
+    """Thoughts in a text, with the white space after them. Group 1 is without it."""
+    for begin, end in THOUGHTS:
+        pattern = f"({re.escape(begin)}.*?{re.escape(end)})\\s*"
+        yield from re.finditer(pattern, text, re.S)
+
+
+def _between(begin: str, end: str, text: str) -> Iterator[re.Match[str]]:
+    """What is between two markers in a text, as group 1."""
+    return re.finditer(f"{re.escape(begin)}(.*?){re.escape(end)}", text, re.S)
+
+
+class _Texts(NamedTuple):
+    """The texts of the tokens of a chat, and where they are in its whole text."""
+
+    joined: str
+    begins: list[int]
+    """Tokens after the first of a character, which have no text, begin where the first does"""
+    ends: list[int]
+
+    @classmethod
+    def of(cls, texts: list[str]) -> _Texts:
+        ends = [*accumulate(map(len, texts))]
+        begins = [end - len(text) for end, text in zip(ends, texts, strict=True)]
+        for i, text in enumerate(texts):
+            begins[i] = begins[i] if text or not i else begins[i - 1]
+        return cls("".join(texts), begins, ends)
+
+    def whole_tokens(self, characters: Iterable[tuple[int, int]]) -> Row:
+        """Spans of the tokens that lie within spans of characters."""
+        spans = (
+            (bisect_left(self.begins, first), bisect_right(self.ends, last))
+            for first, last in characters
+        )
+        return [(start, stop) for start, stop in spans if start < stop]
+
+
+def _texts(tokenizer: Any, ids: Any) -> _Texts:
+    """The texts of the tokens of one chat."""
+    return _Texts.of(pieces(tokenizer, check_ids("ids", ids, one_row=True, hint=_HINT)[0].tolist()))
 
 
 def _tool_markers(tokenizer: Any, template_kwargs: dict[str, Any]) -> tuple[str, str]:

@@ -15,19 +15,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from h2o import ops
 from h2o.errors import UnsupportedError
 from h2o.hf.cache_state import slot_layout
 from h2o.hf.cache_state.slot_layout import Capacity
+from h2o.hf.cache_state.slot_removal import remove_tokens
 from h2o.hf.conversation.named_removal import Removal
 from h2o.hf.layers.cache_relative_variant import CacheRelativeVariant
 from h2o.hf.model_traits.layer_kinds import free_keys_before_window, kind_of
 from h2o.hf.modes import REREAD
 from h2o.hf.rotary.model_rotary import ModelRotary, find_rotary
 from h2o.quantization import dequantize, from_stored, stored_like, to_stored
-from h2o.spans import size
 
 
 class Rotaries:
@@ -112,43 +111,14 @@ def _remove_from_slots(
     """Remove tokens from an `H2OLayer`. `rotary`: None if positions do not show in its keys."""
     sizes = layer.capacity.sizes
     slots = layer.slots if rotary is None else _move_back(layer, removal, rotary)
-    before = slot_layout.by_head(slots, sizes, "positions", -1).long()
-    after = _positions_after(before, removal)
-    counts = [size(row) for row in removal.rows]
-    removed = torch.tensor(counts, dtype=torch.int64, device=before.device)
-    seen = slots.seen_tokens - removed
-    if layer.policy.score_by == "mean":  # a key's mean is over as many queries as positions say
-        scores = slot_layout.by_head(slots, sizes, "scores")
-        numbers = (before, slots.seen_tokens), (after, seen)
-        then, now = (layer.policy.queries_of(p, n[:, None, None]) for p, n in numbers)
-        slots = _with_scores(slots, sizes, scores * now / then)
     left = layer.runner.capacities(widest := layer.capacity.widest, longest)
     if layer.guard.state.unscored:  # keys of a DynamicCache have no budget yet
         left = [longest + 1]
     capacity = Capacity(widest, left)
-    slots = slot_layout.renumber(slots, sizes, capacity.sizes, after)._replace(seen_tokens=seen)
+    slots = remove_tokens(slots, sizes, capacity.sizes, removal.rows, layer.policy)
     layer.set_slots(slots, capacity)
     layer.facts = layer.facts._replace(has_removed=True)
     layer.last = None
-
-
-def _positions_after(positions: Tensor, removal: Removal) -> Tensor:
-    """Positions [B, G, S] in the text without the removed tokens; -1 for those and empty slots."""
-    after = positions.clone()
-    for row, spans in enumerate(removal.rows):
-        for start, stop in spans:
-            is_inside = (positions[row] >= start) & (positions[row] < stop)
-            after[row] -= (stop - start) * (positions[row] >= stop).long()
-            after[row].masked_fill_(is_inside, -1)
-    return after
-
-
-def _with_scores(slots: ops.Slots, sizes: list[int], scores: Tensor) -> ops.Slots:
-    """Slots with other scores [B, G, S]."""
-    new = torch.empty_like(slots.scores)
-    for g, part in enumerate(slot_layout.heads(new, slots, sizes)):
-        part.copy_(scores[:, g, : part.shape[1]])
-    return slots._replace(scores=new)
 
 
 def _move_back(layer: Any, removal: Removal, rotary: ModelRotary) -> ops.Slots:
