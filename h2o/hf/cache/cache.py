@@ -30,7 +30,12 @@ from h2o.hf.cache import cache_file
 from h2o.hf.cache.cache_inspection import checks_config
 from h2o.hf.cache.cache_plan import get_plan
 from h2o.hf.cache.cache_removal import CacheRemoval
-from h2o.hf.cache.continuation import no_new_tokens, plan_pass, warn_of_many_graphs
+from h2o.hf.cache.continuation import (
+    no_new_tokens,
+    outside_graphs,
+    plan_pass,
+    warn_of_many_graphs,
+)
 from h2o.hf.cache.from_dynamic_cache import import_dynamic_cache
 from h2o.hf.cache_state import recurrent_states
 from h2o.hf.conversation.forward_pass import NUMBER_LAYERS
@@ -282,6 +287,8 @@ class H2OCache(CacheRemoval):
 
         Raises: as `H2OLayer.update` and `PassGuard.enter`, and ValueError for a layer too many.
         """
+        if torch.compiler.is_compiling() and not self.is_compileable:
+            return outside_graphs(self.update, key_states, value_states, layer_idx, *args, **kwargs)
         if layer_idx >= len(self.layers):
             raise ValueError(
                 f"layer {layer_idx} of the model was given a cache of {len(self.layers)} layers. "

@@ -373,6 +373,12 @@ def _padding_mask(guard: PassGuard, mask: Tensor | None, seen: int, new: int) ->
 
 
 @torch.compiler.disable
+def outside_graphs(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function between two graphs, which must not capture it."""
+    return call(*args, **kwargs)
+
+
+@torch.compiler.disable
 @functools.cache
 def warn_of_many_graphs() -> None:
     """Warn once per process that a cache breaks a compiled model into many graphs."""
