@@ -183,6 +183,26 @@ def test_rows_of_a_batch_grow_alone(name):
                 assert got[got >= 0].tolist() == wanted[wanted >= 0].tolist()
 
 
+def test_a_row_whose_answer_is_over_does_not_grow():
+    """Its columns are masked, and may have any positions."""
+    ours, (ids,) = model("llama"), prompts(160)
+    ids, alone = ids.repeat(2, 1), H2OCache(ours, heavy=0.1, recent=0.1, **FLOOR)
+    run(ours, alone, ids[:1, :100])
+    cache, mask = H2OCache(ours, heavy=0.1, recent=0.1, **FLOOR), torch.ones_like(ids)
+    run(ours, cache, ids[:, :100], mask[:, :100])
+    mask[1, 100:150] = 0
+    for i in range(100, 160):
+        last = 100 if i < 150 else i - 50
+        given = {"attention_mask": mask[:, : i + 1], "position_ids": torch.tensor([[i], [last]])}
+        with torch.no_grad():
+            ours(ids[:, i : i + 1], **given, **with_cache(cache))
+        if i >= 150:
+            run(ours, alone, ids[:1, i : i + 1])
+    longer, over = cache.report().layers[0].budget
+    assert (longer, over) == (32, alone.report().layers[0].budget[0])
+    assert torch.equal(cache.kept(0).positions[1, :, :over], alone.kept(0).positions[0])
+
+
 @pytest.mark.parametrize("way", ["fork", "file", "rows", "pickle"])
 def test_copies_go_on_growing(way, tmp_path):
     ours, (ids, other) = shared("llama"), prompts(160, 160)

@@ -69,7 +69,9 @@ def plan_pass(cache: Any, new: int) -> ForwardPass:
     then = columns.advance(before, tokens, guard.records_passes, is_step)
     if then.columns < before.grows_at:
         return ForwardPass(before, then, new)
-    grown = before.grown(then.columns, [row.padding for row in then.rows])
+    counts = tokens_seen(cache, seen, columns.mask)
+    new_tokens = [new] if columns.mask is None else columns.mask.bool().sum(1).tolist()
+    grown = before.grown(counts or [seen], new_tokens)
     then = columns.advance(grown, tokens, guard.records_passes, is_step)
     return ForwardPass(before, then, new, None, functools.partial(_grow, cache, before, grown))
 
