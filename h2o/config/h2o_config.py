@@ -300,7 +300,7 @@ class H2OConfig(Presets):
         """
         n = check_count("n", n, 0)
         pairs = pair_amounts(self.layer_amounts(0, 1), "key/value head")
-        more = n, self.sinks, self._token_bytes, self.min_tokens
+        more = n, self.sinks, self._token_bytes, self.min_tokens, self.ratio_of == "seen"
         return mean_pair([count_pair(pair, *more) for pair in pairs])
 
     def count_held(self, n: int, prompt: int | None = None) -> int:

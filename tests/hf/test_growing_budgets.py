@@ -137,6 +137,25 @@ def test_numbers_of_tokens_and_fractions_of_prompts_do_not_grow():
     assert H2OConfig.authors(0.2).ratio_of == "prompt"
 
 
+@pytest.mark.parametrize("settings", [{"heavy": 0.5, "recent": 0.5}, {"heavy": 1.0, "recent": 0}])
+def test_all_of_the_text_is_all_of_it(settings):
+    """Nothing is evicted between two growths, whatever the passes."""
+    ours, (ids,) = model("llama"), prompts(171)
+    plain = model("llama", "sdpa")(ids).logits
+    cache = H2OCache(ours, sinks=0, **settings)
+    logits = [run(ours, cache, ids[:, :130])]
+    for start, end in itertools.pairwise([130, *range(131, 150), 168, 169, 170, 171]):
+        logits.append(run(ours, cache, ids[:, start:end]))
+        assert cache.report().total.evicted == [0]
+    torch.testing.assert_close(torch.cat(logits, 1), plain, atol=2e-2, rtol=0)
+    assert cache.config.count_held(171, 130) == 171
+    assert not cache.report().total.raised
+    for ratio_of in ("seen", "text"):
+        with h2o.simulated(ours, sinks=0, prompt_length=130, ratio_of=ratio_of, **settings):
+            same = ours(ids, use_cache=False).logits
+        torch.testing.assert_close(same, plain, atol=2e-2, rtol=0)
+
+
 # ---- The same everywhere -------------------------------------------------------------------------
 
 
