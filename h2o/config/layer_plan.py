@@ -137,12 +137,13 @@ class LayerPlan:
     def truncate_tokens(self, n: int) -> tuple[int, int]:
         """(heavy, recent) as in the authors' code: a fraction may round down to 0 tokens, and
         `min_tokens` has no effect."""
-        return self._truncate_pairs(n)[0]
+        return truncate_pair(self.pairs[0], n, self.sinks, self.token_bytes, self.grows)
 
     def is_rounded_up(self, n: int) -> bool:
         """Whether a fraction of n tokens is less than one token, so that `head_tokens` raises it to
         one."""
-        return self._pair_tokens(n, 0) != self._truncate_pairs(n)
+        more = n, self.sinks, self.token_bytes, self.grows
+        return self._pair_tokens(n, 0) != [truncate_pair(pair, *more) for pair in self.pairs]
 
     def is_floored(self, n: int) -> bool:
         """Whether `min_tokens` raises the budget of a head for a prompt of n tokens."""
@@ -173,8 +174,3 @@ class LayerPlan:
             return [(int(heavy), int(recent)) for heavy, recent in self.pairs]
         more = n, self.sinks, self.token_bytes, min_tokens, self.grows
         return [count_pair(pair, *more) for pair in self.pairs]
-
-    def _truncate_pairs(self, n: int) -> list[tuple[int, int]]:
-        """`pairs` in tokens, where a fraction may round down to 0."""
-        more = n, self.sinks, self.token_bytes, self.grows
-        return [truncate_pair(pair, *more) for pair in self.pairs]

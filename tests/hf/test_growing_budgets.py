@@ -318,6 +318,22 @@ def test_a_pass_of_another_batch_size_changes_nothing():
     assert cache.report().as_dict() == before
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "olmo_hybrid"])
+def test_masks_that_were_made_before(family):
+    """The model then does not say that a pass begins."""
+    ours, (ids,) = model(family), prompts(160)
+    caches = [H2OCache(ours, heavy=0.1, recent=0.1, **FLOOR) for _ in range(2)]
+    masks = dict.fromkeys(("full_attention", "sliding_attention", "linear_attention"))
+    for start, end in itertools.pairwise([0, 60, *range(61, 110), 160]):
+        run(ours, caches[0], ids[:, start:end])
+        given = {"attention_mask": masks, "position_ids": torch.arange(start, end)[None]}
+        with torch.no_grad():
+            ours(ids[:, start:end], **given, **with_cache(caches[1]))
+    budgets, same = ([x.budget_by_head for x in cache.report().layers] for cache in caches)
+    assert budgets == same
+    assert caches[1].guard.state.rows[0].counted == count_text(60, 160)
+
+
 @pytest.mark.parametrize("rejected", [False, True])
 def test_a_pass_that_fails_leaves_no_larger_budget(rejected):
     """Before a layer gets its keys, or because a layer rejects them."""

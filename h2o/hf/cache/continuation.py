@@ -69,9 +69,26 @@ def plan_pass(cache: Any, new: int) -> ForwardPass:
     then = columns.advance(before, tokens, guard.records_passes, is_step)
     if then.columns < before.grows_at:
         return ForwardPass(before, then, new)
-    counts = tokens_seen(cache, seen, columns.mask)
-    new_tokens = [new] if columns.mask is None else columns.mask.bool().sum(1).tolist()
-    grown = before.grown(counts or [seen], new_tokens)
+    return _plan_growth(cache, columns, tokens, is_step)
+
+
+def plan_unannounced(cache: Any, new: int) -> ForwardPass:
+    """A forward pass with `new` columns, without padding as far as is known."""
+    guard, columns = cache.guard, NewColumns(new)
+    then = columns.advance(guard.state, None, guard.records_passes)
+    if then.columns < guard.state.grows_at:
+        return ForwardPass(guard.state, then, new)
+    return _plan_growth(cache, columns, None, is_step=False)
+
+
+def _plan_growth(
+    cache: Any, columns: NewColumns, tokens: list[int] | None, is_step: bool
+) -> ForwardPass:
+    """A forward pass in which budgets grow. For the arguments see `NewColumns.advance`."""
+    guard, new, mask = cache.guard, columns.Q, columns.mask
+    before = guard.state
+    counts = tokens_seen(cache, before.columns, mask) or [before.columns]
+    grown = before.grown(counts, [new] if mask is None else mask.bool().sum(1).tolist())
     then = columns.advance(grown, tokens, guard.records_passes, is_step)
     return ForwardPass(before, then, new, None, functools.partial(_grow, cache, before, grown))
 
