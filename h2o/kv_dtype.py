@@ -9,10 +9,10 @@ FIXED = 32
 the head's part of the row's `seen_tokens`."""
 
 
-QUANTIZED = ("int8", "int8-int4")
+QUANTIZED = ("int8", "int8-int4", "int4")
 """Quantized formats of keys and values. A `kv_dtype` of None stores them in their own dtype."""
 
-KvDtype = Literal["auto", "int8", "int8-int4"]
+KvDtype = Literal["auto", "int8", "int8-int4", "int4"]
 """The quantized formats, and "auto", which `fewest_bits` resolves to one of them."""
 
 
@@ -27,10 +27,25 @@ def stored_bytes(kv_dtype: str | None, D: int) -> tuple[int, int] | None:
         return D + 2, D + 2
     if D % 32:
         raise ValueError(
-            f'kv_dtype="int8-int4" needs a head dimension that is a multiple of 32, not {D}; '
+            f'kv_dtype="{kv_dtype}" needs a head dimension that is a multiple of 32, not {D}; '
             'use "int8"'
         )
-    return D + 2, D // 2 + D // 8
+    four_bits = D // 2 + D // 8
+    return (D + 2 if kv_dtype == "int8-int4" else four_bits), four_bits
+
+
+def check_positions(kv_dtype: str | None, positions: str) -> None:
+    """Raise ValueError if keys would have to be rotated as they are read, and cannot be."""
+    if kv_dtype == "int4" and positions == "cache_relative":
+        raise ValueError(
+            'kv_dtype="int4" cannot be combined with positions="cache_relative": keys in four bits '
+            'cannot be rotated as they are read. Use kv_dtype="int8-int4"'
+        )
+
+
+def has_four_bit_values(kv_dtype: str | None) -> bool:
+    """Whether values have four bits."""
+    return kv_dtype in ("int8-int4", "int4")
 
 
 def fewest_bits(D: int | None) -> str:

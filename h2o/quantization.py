@@ -1,13 +1,14 @@
 """Quantization of keys and values, in plain torch.
 
-The rows equal those of the C core (`csrc/cpu/stored_rows.h`) bit for bit. Keys are quantized
-symmetrically per token, values asymmetrically in groups: compare Liu et al., "KIVI: A Tuning-Free
-Asymmetric 2bit Quantization for KV Cache", ICML 2024.
+The rows equal those of the C core (`csrc/cpu/stored_rows.h`) bit for bit. Keys and values of eight
+bits are quantized symmetrically per token, those of four bits asymmetrically in groups: compare Liu
+et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", ICML 2024.
 
-All elements of a quantized key share a scale. If some elements lie around a constant far from 0, as
-a bias makes them in Qwen2 and Qwen2.5, the others would be lost. An offset is therefore subtracted
-from the keys of a head before they are quantized. Compare Zhang et al., "SageAttention: Accurate
-8-Bit Attention for Plug-and-play Inference Acceleration", ICLR 2025, which subtracts the mean key.
+All elements of a key in eight bits share a scale. If some elements lie around a constant far from
+0, as a bias makes them in Qwen2 and Qwen2.5, the others would be lost. An offset is therefore
+subtracted from the keys of a head before they are quantized. Compare Zhang et al., "SageAttention:
+Accurate 8-Bit Attention for Plug-and-play Inference Acceleration", ICLR 2025, which subtracts the
+mean key.
 
 Single elements may still be much larger than the others. So where keys have offsets, an orthonormal
 Hadamard transform then spreads each element of a key or a value over many. Compare Ashkboos et al.,

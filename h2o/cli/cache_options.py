@@ -61,8 +61,8 @@ OPTIONS: dict[str, Field] = {
     ),
     "kv_dtype": Field(
         str, ("auto", *QUANTIZED), None,
-        "store keys in eight bits, and values in eight or four; auto: values in four bits if the "
-        "model's head dimension allows it",
+        "store keys and values in eight or four bits: int8-int4 has keys in eight and values in "
+        "four; auto: int8-int4 if the model's head dimension allows it, otherwise int8",
     ),
     "head_shares": Field(
         str, None, "FILE",

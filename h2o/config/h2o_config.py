@@ -28,12 +28,12 @@ from h2o.config.fields import ConfigFields, Positions
 from h2o.config.head_budgets import NAMED, SHARED_TWICE, check_table
 from h2o.config.presets import Presets, echo_fields, warn_of_few_keys
 from h2o.config.profile import Profile
-from h2o.kv_dtype import QUANTIZED, KvDtype, TokenBytes, bytes_per_token, fewest_bits
+from h2o.kv_dtype import KvDtype, TokenBytes, bytes_per_token, check_positions, fewest_bits
 from h2o.model_identity import config_of, describe, key_size, latent_row
 from h2o.policy import OPERATIONS_SCORE_BY, Policy, ScoreBy, check_names, check_policy
 
 CHOICES: dict[str, tuple[str | None, ...]] = {
-    "kv_dtype": (None, "auto", *QUANTIZED),
+    "kv_dtype": (None, *get_args(KvDtype)),
     "budget_unit": ("keys", "bytes"),
     "ratio_of": ("seen", "prompt"),
     "positions": ("original", "cache_relative"),
@@ -92,10 +92,10 @@ class H2OConfig(Presets):
     """Multiply the rank by the L2 norm of the key's value."""
     kv_dtype: KvDtype | None = None
     """Format of stored keys and values. None: the model's dtype. "int8": 8-bit integers with one
-    16-bit scale for each key and value. "int8-int4": the same for keys, and 4-bit values in groups
-    of 32, each with a 16-bit scale and a 16-bit minimum (compare Liu et al., "KIVI", ICML 2024).
-    "auto": "int8-int4" if the model's head dimension is a multiple of 32, otherwise "int8". New
-    tokens of one forward pass see each other unquantized."""
+    16-bit scale per key and value. "int8-int4": the same for keys, and 4-bit values in groups of
+    32, each with a 16-bit scale and minimum (compare Liu et al., "KIVI", ICML 2024). "int4": such
+    keys too. "auto": "int8-int4" if the model's head dimension is a multiple of 32, otherwise
+    "int8". New tokens of one forward pass see each other unquantized."""
     head_shares: Any = None
     """How the key/value heads share the budget. The mean over all heads stays what `heavy` and
     `recent` say, and every head gets at least 8 tokens. None: equal shares. Numbers
@@ -156,6 +156,7 @@ class H2OConfig(Presets):
             )
         for name, choices in CHOICES.items():
             put(self, name, check_choice(name, getattr(self, name), choices))
+        check_positions(self.kv_dtype, self.positions)
         if self.budget_unit == "keys":
             put(self, "_token_bytes", None)  # left by dataclasses.replace
         elif not all(isinstance(x, float) for x in (self.heavy, self.recent)):
@@ -264,8 +265,7 @@ class H2OConfig(Presets):
         return self.ratio_of == "seen" and any(isinstance(x, float) and x for x in amounts)
 
     def for_model(self, model: Any) -> H2OConfig:
-        """Fill in the fields that depend on the model: the shipped profile, the bits of a stored
-        value, the bytes of a token.
+        """Fill in what depends on the model: the shipped profile, bits, and bytes of a token.
 
         Args:
             model: a transformers model or its config.

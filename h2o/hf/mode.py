@@ -26,7 +26,7 @@ class Mode(str, Enum):
     ECHO = 'score_by="mean-echo"'
     RANDOM = 'score_by="random"'
     BITS = "kv_dtype"
-    FEW_BITS = "a kv_dtype that stores keys and values differently"
+    FEW_BITS = "a kv_dtype with values in four bits"
     CACHE_RELATIVE = 'positions="cache_relative"'
     GROWTH = 'a fraction with ratio_of="seen"'
     PINS = "pinned"

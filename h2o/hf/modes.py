@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from h2o.config import H2OConfig
 from h2o.errors import UnsupportedError
 from h2o.hf.mode import Mode as Mode
-from h2o.kv_dtype import stored_bytes
+from h2o.kv_dtype import has_four_bit_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +84,11 @@ REFUSED: tuple[tuple[Mode, Mode, str], ...] = (
         'windows keep their keys at original positions. Use positions="original"',
     ),
     (M.CACHE_RELATIVE, M.LATENT, 'only a part of a row is rotated. Use positions="original"'),
-    (M.LATENT, M.FEW_BITS, 'keys and values share one row. Use kv_dtype="int8"'),
+    (
+        M.LATENT,
+        M.FEW_BITS,
+        'a latent is key and value in one row, which needs eight bits. Use kv_dtype="int8"',
+    ),
     (
         M.LATENT,
         M.RANDOM,
@@ -361,15 +365,14 @@ def config_modes(config: H2OConfig) -> frozenset[Mode]:
     """The modes that a config asks for. What "auto" and "shipped" stand for is known of a config
     for a model only (`H2OConfig.for_model`)."""
     layers = (x for x in (config.heavy, config.recent) if not isinstance(x, int | float))
-    is_known = config.kv_dtype not in (None, "auto")
-    differ = is_known and len({*stored_bytes(config.kv_dtype, 32)}) > 1
+    has_few_bits = has_four_bit_values(config.kv_dtype)
     asked = {
         M.HEAD_BUDGETS: any(layers) or config.head_shares is not None,
         M.SHARED_BUDGET: config.shares_by_echo,
         M.ECHO: config.score_by == "mean-echo",
         M.RANDOM: config.score_by == "random",
-        M.BITS: config.kv_dtype is not None and not differ,
-        M.FEW_BITS: differ,
+        M.BITS: config.kv_dtype is not None and not has_few_bits,
+        M.FEW_BITS: has_few_bits,
         M.CACHE_RELATIVE: config.positions == "cache_relative",
         M.GROWTH: config.grows,
     }

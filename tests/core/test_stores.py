@@ -23,7 +23,7 @@ def mask_of(N: int) -> np.ndarray:
     return np.concatenate([inputs.holes(4, [20, 13], 24), np.ones((2, N - 24), bool)], 1)
 
 
-@pytest.mark.parametrize("kv_dtype", [None, "int8", "int8-int4"])
+@pytest.mark.parametrize("kv_dtype", [None, "int8", "int8-int4", "int4"])
 @pytest.mark.parametrize("R", [1, 2, 5])
 @pytest.mark.parametrize("D", [32, 160])
 def test_each_head_as_that_head_alone(kv_dtype, R, D):
@@ -33,7 +33,7 @@ def test_each_head_as_that_head_alone(kv_dtype, R, D):
     check_heads_alone(numpy_core, text, policy, CALLS, BUDGETS, **more)
 
 
-@pytest.mark.parametrize(("kv_dtype", "error"), [("int8", 0.05), ("int8-int4", 0.5)])
+@pytest.mark.parametrize(("kv_dtype", "error"), [("int8", 0.05), ("int8-int4", 0.5), ("int4", 0.5)])
 @pytest.mark.parametrize("D", [32, 64, 96])
 def test_a_quantized_store_answers_nearly_the_same(kv_dtype, error, D):
     N = sum(CALLS)
@@ -62,7 +62,7 @@ def test_bytes_of_any_head_dimension(D):
     assert np.abs(plain.answer - fewer.answer).max() < 0.2
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "int8-int4"])
+@pytest.mark.parametrize("kv_dtype", ["int8", "int8-int4", "int4"])
 @pytest.mark.parametrize("prompt", [1, 30])
 def test_simulation(kv_dtype, prompt):
     text = inputs.drifting(9, B=2, H=6, G=3, N=300, D=32, sink=True)
@@ -108,7 +108,7 @@ def test_rows_move_as_they_are_from_and_to_any_address(D, offset, dtype):
 
 
 @pytest.mark.parametrize("D", [32, 33, 40, 50, 64, 128])
-@pytest.mark.parametrize("kind", ["int8", "int8-int4"])
+@pytest.mark.parametrize("kind", ["int8", "int8-int4", "int4"])
 def test_quantized_rows_move_as_they_are(D, kind):
     """The key beyond the budget moves into the hole, at addresses of every alignment."""
     if kind != "int8" and D % 32:
@@ -136,7 +136,7 @@ def test_quantized_rows_move_as_they_are(D, kind):
                 np.testing.assert_array_equal(now[0, g, hole + 1 : k], then[0, g, hole + 1 : k])
 
 
-@pytest.mark.parametrize("kv_dtype", [None, "int8", "int8-int4"])
+@pytest.mark.parametrize("kv_dtype", [None, "int8", "int8-int4", "int4"])
 def test_rows_of_a_large_store_are_what_they_are_alone(kv_dtype):
     """There are so many heads that a block of a GPU attends to several parts of each."""
     B, G, R, S, D = 200, 8, 2, 300, 64

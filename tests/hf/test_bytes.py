@@ -10,12 +10,12 @@ import torch
 from transformers import DynamicCache, LlamaConfig
 
 import h2o
-from h2o import H2OCache, H2OConfig, Profile
+from h2o import H2OCache, H2OConfig, Profile, UnsupportedError
 from h2o.compat import with_cache
 from h2o.config.layer_plan import LayerPlan
 from h2o.kv_dtype import bytes_per_token
 from h2o.model_identity import key_size
-from tests.hf.tiny import batch, exact, greedy, model, prompts
+from tests.hf.tiny import batch, exact, greedy, llama, model, prompts
 
 
 def filled(config: H2OConfig, tokens: int = 600, family: str = "llama"):
@@ -58,6 +58,25 @@ def test_values_take_the_bits_that_go_with_the_head_dimension():
                 heavy=0.1, recent=0.1, min_tokens=0, budget_unit="bytes", kv_dtype="int8-int4"
             ),
         )
+
+
+def test_keys_in_four_bits():
+    """The same bytes must hold more keys, and what no kernel can compute must be refused."""
+    ours = llama(2, head_dim=64)
+    kept = {}
+    for kv_dtype in ("int8-int4", "int4"):
+        config = H2OConfig.robust(0.2, budget_unit="bytes")
+        config = dataclasses.replace(config, min_tokens=0, ratio_of="prompt", kv_dtype=kv_dtype)
+        cache = H2OCache(ours, config)
+        ours(*prompts(120), **with_cache(cache))
+        total = cache.report().total
+        assert total.bytes_held + total.bytes_bookkeeping <= 0.2 * total.bytes_full
+        kept[kv_dtype] = sum(total.kept)
+    assert kept["int4"] > 1.1 * kept["int8-int4"]
+    with pytest.raises(ValueError, match='Use kv_dtype="int8-int4"'):
+        H2OConfig(heavy=4, recent=4, kv_dtype="int4", positions="cache_relative")
+    with pytest.raises(UnsupportedError, match='Use kv_dtype="int8"'):
+        H2OCache(model("deepseek_v3"), heavy=4, recent=4, kv_dtype="int4")
 
 
 @pytest.mark.parametrize("way", ["to", "autocast"])

@@ -191,7 +191,13 @@ def test_a_mean_score_stays_what_it_was():
 
 @pytest.mark.parametrize(
     ("kv_dtype", "autocast", "most"),
-    [(None, False, 1e-5), ("int8", False, 0.1), ("int8-int4", False, 0.4), (None, True, 0.1)],
+    [
+        (None, False, 1e-5),
+        ("int8", False, 0.1),
+        ("int8-int4", False, 0.4),
+        ("int4", False, 0.8),
+        (None, True, 0.1),
+    ],
 )
 def test_keys_are_rotated_as_stored(kv_dtype, autocast, most):
     """Quantized keys are rounded once more. The answers stay close to those of full keys."""

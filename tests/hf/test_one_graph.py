@@ -26,6 +26,7 @@ CONFIGS = {
     "echo, heads alike": H2OConfig(heavy=6, recent=6, score_by="mean-echo"),
     "echo over all heads": H2OConfig(heavy=6, recent=6, score_by="mean-echo", head_shares="echo"),
     "int8-int4": H2OConfig(heavy=6, recent=6, kv_dtype="int8-int4"),
+    "int4": H2OConfig(heavy=6, recent=6, kv_dtype="int4"),
 }
 
 

@@ -44,6 +44,7 @@ SETTINGS = {
     "by layer and head": ("llama", {"heavy": lambda i, n: [5 + i, 9], "recent": [3, 4]}),
     "int8": ("llama", {"kv_dtype": "int8", "score_by": "mean"}),
     "int8-int4": ("wide", {"kv_dtype": "int8-int4", "head_shares": uneven}),
+    "int4": ("wide", {"kv_dtype": "int4", "head_shares": uneven}),
     "bytes": (
         "wide",
         {"heavy": 0.3, "recent": 0.2, "min_tokens": 0, "budget_unit": "bytes", "kv_dtype": "int8"},

@@ -125,7 +125,7 @@ def on_one_axis(slots: ops.Slots, gap: int = 3) -> ops.Slots:
 
 
 @pytest.mark.parametrize("name", ["everything", "decayed-max", "value-weighted"])
-@pytest.mark.parametrize("kv_dtype", [None, "int8-int4"])
+@pytest.mark.parametrize("kv_dtype", [None, "int8-int4", "int4"])
 @pytest.mark.parametrize("engine", [*ENGINES.values(), portable()], ids=lambda engine: engine.name)
 def test_rows_with_places_of_their_own(engine, kv_dtype, name):
     """Starts [Z, G + 1] give each row its own places. The answers must be those with common places,

@@ -11,7 +11,7 @@ from tests.torch import heavy_tails
 CASES = [
     (operation, kv_dtype)
     for operation in heavy_tails.OPERATIONS
-    for kv_dtype in ([None] if operation == "prompt" else [None, "int8", "int8-int4"])
+    for kv_dtype in ([None] if operation == "prompt" else [None, "int8", "int8-int4", "int4"])
 ]
 
 
@@ -28,7 +28,7 @@ def test_at_most_twice_the_error_of_floats(kind, operation, kv_dtype, shape, dty
 
 
 @pytest.mark.parametrize(("D", "R", "n"), [(192, 3, 700), (512, 5, 300), (64, 33, 400)])
-@pytest.mark.parametrize("kv_dtype", ["int8", "int8-int4"])
+@pytest.mark.parametrize("kv_dtype", ["int8", "int8-int4", "int4"])
 @pytest.mark.parametrize("kind", ["query channels", "everything"])
 def test_steps_of_other_shapes(kind, kv_dtype, D, R, n):
     text = heavy_tails.make(kind, torch.bfloat16, R, n, D)

@@ -45,7 +45,7 @@ CONFIGS = {
         kv_dtype="int8-int4",
     ),
     "of heads": H2OConfig(heavy=[[4, 12]] * LAYERS, recent=[[9, 3]] * LAYERS, kv_dtype="int8"),
-    "of layers": H2OConfig(heavy=[30, 6, 2], recent=[3, 8, 1]),
+    "of layers": H2OConfig(heavy=[30, 6, 2], recent=[3, 8, 1], kv_dtype="int4"),
     "all keys": H2OConfig.full(),
 }
 

@@ -13,7 +13,7 @@ from tests.inputs import Policy
 from tests.reference import operations as reference
 from tests.torch.engines import assert_same, core, oracle
 
-KINDS = ["int8", "int8-int4"]
+KINDS = ["int8", "int8-int4", "int4"]
 OF_BYTES = core(torch.bfloat16)
 
 

@@ -20,7 +20,8 @@ from tests.inputs import POLICIES
 from tests.torch.engines import core, oracle
 
 CALLS = [24, *[1] * 25, 7, *[1] * 8]
-KINDS = ["int8", "int8-int4"]
+KINDS = {"int8": (8, 8), "int8-int4": (8, 4), "int4": (4, 4)}
+"""Bits of a key and of a value"""
 BUDGETS = np.array([[[9, 5], [2, 1], [30, 11]], [[4, 4], [12, 0], [3, 7]]])
 
 floats = st.floats(width=32, allow_nan=True, allow_infinity=True, allow_subnormal=False)
@@ -51,8 +52,8 @@ def test_the_core_stores_what_the_oracle_stores(kv_dtype, dtype, size):
     x[5, :50] = 0.0
     x = x.to(dtype)
     keys, values = stored(x, kv_dtype)
-    assert torch.equal(keys, quantization.quantize(x, 8))
-    assert torch.equal(values, quantization.quantize(x, 8 if kv_dtype == "int8" else 4))
+    for rows, bits in zip((keys, values), KINDS[kv_dtype], strict=True):
+        assert torch.equal(rows, quantization.quantize(x, bits))
 
 
 @given(arrays(np.float32, (3, 64), elements=floats))
@@ -123,7 +124,7 @@ def test_the_core_answers_as_the_oracle(kv_dtype, D, dtype):
 @pytest.mark.parametrize("kv_dtype", KINDS)
 def test_odd_head_dimensions(kv_dtype):
     text = inputs.drifting(6, B=1, H=2, G=1, N=40, D=21)
-    if kv_dtype == "int8-int4":
+    if 4 in KINDS[kv_dtype]:
         with pytest.raises(ValueError, match="multiple of 32, not 21"):
             Conversation(core(), text, POLICIES["h2o"], kv_dtype=kv_dtype)
         return
@@ -172,7 +173,7 @@ def test_bytes_that_are_no_rows():
     mixed = slots._replace(values=torch.zeros(1, 1, 8, 32))
     with pytest.raises(TypeError, match="both quantized or neither"):
         ops.attend(x, x, x, mixed)
-    with pytest.raises(ValueError, match='expected None, "int8" or "int8-int4"'):
+    with pytest.raises(ValueError, match='expected None, "int8", "int8-int4" or "int4"'):
         ops.new_slots(x, 8, kv_dtype="int3")
 
 

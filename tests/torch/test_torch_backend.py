@@ -104,7 +104,14 @@ LAYOUTS = list(
     itertools.product(
         [False, True],
         [None, UNEVEN],
-        [(None, False), ("int8", False), ("int8-int4", False), (None, True), ("int8", True)],
+        [
+            (None, False),
+            ("int8", False),
+            ("int8-int4", False),
+            ("int4", False),
+            (None, True),
+            ("int8", True),
+        ],
     )
 )
 """Padding, budgets of heads, and kv_dtype with whether keys are the values too."""
@@ -334,7 +341,7 @@ def test_a_step_takes_few_operations():
 
 
 @pytest.mark.parametrize("capacity", [600, [600, 800]], ids=["even", "one axis"])
-@pytest.mark.parametrize("kv_dtype", ["int8", "int8-int4"])
+@pytest.mark.parametrize("kv_dtype", ["int8", "int8-int4", "int4"])
 def test_a_step_makes_a_store_floats_once(capacity, kv_dtype):
     """Converting keys and values to float32 is most of a step's memory traffic, so it must happen
     once."""
