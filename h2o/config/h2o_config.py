@@ -306,8 +306,8 @@ class H2OConfig(Presets):
     def count_held(self, n: int, prompt: int | None = None) -> int:
         """Tokens that a row of n tokens holds at its end, without pins. Its prompt had `prompt`
         tokens, or n if `prompt` is None."""
-        n, prompt = check_count("n", n, 0), check_count("prompt", n if prompt is None else prompt, 0)
-        counted = count_text(prompt, n) if self.ratio_of == "seen" else prompt
+        n, given = check_count("n", n, 0), n if prompt is None else check_count("prompt", prompt, 0)
+        counted = count_text(given, n) if self.ratio_of == "seen" else given
         keeps_all = self.ratio_of == "seen" and sum(self.tokens(10**9)) >= 10**9
         return n if keeps_all else min(n, self.sinks + sum(self.tokens(counted)))
 
