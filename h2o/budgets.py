@@ -102,16 +102,20 @@ def recent_part(min_tokens: int) -> int:
 
 
 def truncate_pair(
-    pair: tuple[Amount, Amount], n: int, sinks: int, token_bytes: TokenBytes | None
+    pair: tuple[Amount, Amount], n: int, sinks: int, token_bytes: TokenBytes | None, grows: bool
 ) -> tuple[int, int]:
-    """(heavy, recent) of one head in tokens, for a row whose prompt has n tokens. A fraction may
-    round down to 0 tokens.
+    """(heavy, recent) of one head in tokens, if fractions are of n tokens. A fraction may round
+    down to 0 tokens.
 
     Args:
         token_bytes: bytes of a token in a full cache and in a slot, if heavy + recent is a share of
-            a full cache's bytes. None: each fraction is one of the prompt.
+            a full cache's bytes. None: each fraction is one of the tokens.
+        grows: whether fractions follow the text (`count_text`). If they add up to 1, there is room
+            for all tokens until the budget grows again, so that none is ever evicted.
     """
     if token_bytes is None:
+        if grows and sum(x for x in pair if isinstance(x, float)) >= 1:
+            n = next_growth(n)
         heavy, recent = (int(x * n) if isinstance(x, float) else x for x in pair)
         return heavy, recent
     part = sum(pair)
@@ -128,12 +132,13 @@ def count_pair(
     sinks: int,
     token_bytes: TokenBytes | None,
     min_tokens: int,
+    grows: bool,
 ) -> tuple[int, int]:
-    """Like `truncate_pair`, but a fraction of the prompt above 0 is at least one token. If an
+    """Like `truncate_pair`, but a fraction above 0 is at least one token. If an
     amount is a fraction, the head gets at least `min_tokens` keys, sinks included, of which
     `recent_part` are recent. Missing tokens are divided between the fractions in their ratio.
     """
-    heavy, recent = truncate_pair(pair, n, sinks, token_bytes)
+    heavy, recent = truncate_pair(pair, n, sinks, token_bytes, grows)
     of_heavy, of_recent = (x if isinstance(x, float) else 0.0 for x in pair)
     if not of_heavy + of_recent:
         return heavy, recent

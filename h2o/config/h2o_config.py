@@ -299,17 +299,17 @@ class H2OConfig(Presets):
         All layers must have the same budget. If heads differ, this is their mean, rounded down.
         """
         n = check_count("n", n, 0)
+        more = n, self.sinks, self._token_bytes, self.min_tokens, False
         pairs = pair_amounts(self.layer_amounts(0, 1), "key/value head")
-        more = n, self.sinks, self._token_bytes, self.min_tokens
         return mean_pair([count_pair(pair, *more) for pair in pairs])
 
     def count_held(self, n: int, prompt: int | None = None) -> int:
         """Tokens that a row of n tokens holds at its end, without pins. Its prompt had `prompt`
         tokens, or n if `prompt` is None."""
-        n = check_count("n", n, 0)
-        prompt = n if prompt is None else check_count("prompt", prompt, 0)
-        counted = count_text(prompt, n) if self.ratio_of == "seen" else prompt
-        return min(n, self.sinks + sum(self.tokens(counted)))
+        n, given = check_count("n", n, 0), n if prompt is None else check_count("prompt", prompt, 0)
+        counted = count_text(given, n) if self.ratio_of == "seen" else given
+        keeps_all = self.ratio_of == "seen" and sum(self.tokens(10**9)) >= 10**9
+        return n if keeps_all else min(n, self.sinks + sum(self.tokens(counted)))
 
     def layer_amounts(self, layer: int, layers: int) -> tuple[Any, Any]:
         """(heavy, recent) of one layer, each a single amount or one for each key/value head."""

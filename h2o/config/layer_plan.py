@@ -137,13 +137,13 @@ class LayerPlan:
     def truncate_tokens(self, n: int) -> tuple[int, int]:
         """(heavy, recent) as in the authors' code: a fraction may round down to 0 tokens, and
         `min_tokens` has no effect."""
-        return truncate_pair(self.pairs[0], n, self.sinks, self.token_bytes)
+        return truncate_pair(self.pairs[0], n, self.sinks, self.token_bytes, self.grows)
 
     def is_rounded_up(self, n: int) -> bool:
         """Whether a fraction of n tokens is less than one token, so that `head_tokens` raises it to
         one."""
-        truncated = [truncate_pair(x, n, self.sinks, self.token_bytes) for x in self.pairs]
-        return self._pair_tokens(n, 0) != truncated
+        more = n, self.sinks, self.token_bytes, self.grows
+        return self._pair_tokens(n, 0) != [truncate_pair(pair, *more) for pair in self.pairs]
 
     def is_floored(self, n: int) -> bool:
         """Whether `min_tokens` raises the budget of a head for a prompt of n tokens."""
@@ -172,5 +172,5 @@ class LayerPlan:
         """`pairs` in tokens."""
         if not self.needs_prompt_length:
             return [(int(heavy), int(recent)) for heavy, recent in self.pairs]
-        more = n, self.sinks, self.token_bytes, min_tokens
+        more = n, self.sinks, self.token_bytes, min_tokens, self.grows
         return [count_pair(pair, *more) for pair in self.pairs]

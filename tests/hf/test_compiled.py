@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -62,7 +63,7 @@ def graphs():
 )
 def test_policies_give_the_same_tokens(chosen):
     ours = llama(1)
-    config = policy(chosen, ours)
+    config = dataclasses.replace(policy(chosen, ours), ratio_of="prompt")
     (ids,) = prompts(20)
     plain = H2OCache(ours.config, config)
     cache = H2OCache(ours.config, config, compileable=True)

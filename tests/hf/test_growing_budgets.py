@@ -137,6 +137,25 @@ def test_numbers_of_tokens_and_fractions_of_prompts_do_not_grow():
     assert H2OConfig.authors(0.2).ratio_of == "prompt"
 
 
+@pytest.mark.parametrize("settings", [{"heavy": 0.5, "recent": 0.5}, {"heavy": 1.0, "recent": 0}])
+def test_all_of_the_text_is_all_of_it(settings):
+    """Nothing is evicted between two growths, whatever the passes."""
+    ours, (ids,) = model("llama"), prompts(171)
+    plain = model("llama", "sdpa")(ids).logits
+    cache = H2OCache(ours, sinks=0, **settings)
+    logits = [run(ours, cache, ids[:, :130])]
+    for start, end in itertools.pairwise([130, *range(131, 150), 168, 169, 170, 171]):
+        logits.append(run(ours, cache, ids[:, start:end]))
+        assert cache.report().total.evicted == [0]
+    torch.testing.assert_close(torch.cat(logits, 1), plain, atol=2e-2, rtol=0)
+    assert cache.config.count_held(171, 130) == 171
+    assert not cache.report().total.raised
+    for ratio_of in ("seen", "text"):
+        with h2o.simulated(ours, sinks=0, prompt_length=130, ratio_of=ratio_of, **settings):
+            same = ours(ids, use_cache=False).logits
+        torch.testing.assert_close(same, plain, atol=2e-2, rtol=0)
+
+
 # ---- The same everywhere -------------------------------------------------------------------------
 
 
@@ -181,6 +200,26 @@ def test_rows_of_a_batch_grow_alone(name):
             held, want = together.kept(layer).positions[row], alone.kept(layer).positions[0]
             for got, wanted in zip(held, want, strict=True):
                 assert got[got >= 0].tolist() == wanted[wanted >= 0].tolist()
+
+
+def test_a_row_whose_answer_is_over_does_not_grow():
+    """Its columns are masked, and may have any positions."""
+    ours, (ids,) = model("llama"), prompts(160)
+    ids, alone = ids.repeat(2, 1), H2OCache(ours, heavy=0.1, recent=0.1, **FLOOR)
+    run(ours, alone, ids[:1, :100])
+    cache, mask = H2OCache(ours, heavy=0.1, recent=0.1, **FLOOR), torch.ones_like(ids)
+    run(ours, cache, ids[:, :100], mask[:, :100])
+    mask[1, 100:150] = 0
+    for i in range(100, 160):
+        last = 100 if i < 150 else i - 50
+        given = {"attention_mask": mask[:, : i + 1], "position_ids": torch.tensor([[i], [last]])}
+        with torch.no_grad():
+            ours(ids[:, i : i + 1], **given, **with_cache(cache))
+        if i >= 150:
+            run(ours, alone, ids[:1, i : i + 1])
+    longer, over = cache.report().layers[0].budget
+    assert (longer, over) == (32, alone.report().layers[0].budget[0])
+    assert torch.equal(cache.kept(0).positions[1, :, :over], alone.kept(0).positions[0])
 
 
 @pytest.mark.parametrize("way", ["fork", "file", "rows", "pickle"])
@@ -277,6 +316,22 @@ def test_a_pass_of_another_batch_size_changes_nothing():
     with pytest.raises(ValueError, match="batch"):
         run(ours, cache, ids[:, 40:].repeat(2, 1), torch.ones(2, 90, dtype=torch.long))
     assert cache.report().as_dict() == before
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "olmo_hybrid"])
+def test_masks_that_were_made_before(family):
+    """The model then does not say that a pass begins."""
+    ours, (ids,) = model(family), prompts(160)
+    caches = [H2OCache(ours, heavy=0.1, recent=0.1, **FLOOR) for _ in range(2)]
+    masks = dict.fromkeys(("full_attention", "sliding_attention", "linear_attention"))
+    for start, end in itertools.pairwise([0, 60, *range(61, 110), 160]):
+        run(ours, caches[0], ids[:, start:end])
+        given = {"attention_mask": masks, "position_ids": torch.arange(start, end)[None]}
+        with torch.no_grad():
+            ours(ids[:, start:end], **given, **with_cache(caches[1]))
+    budgets, same = ([x.budget_by_head for x in cache.report().layers] for cache in caches)
+    assert budgets == same
+    assert caches[1].guard.state.rows[0].counted == count_text(60, 160)
 
 
 @pytest.mark.parametrize("rejected", [False, True])

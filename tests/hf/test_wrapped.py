@@ -15,7 +15,7 @@ from transformers import DynamicCache, GenerationConfig
 import h2o
 from h2o import H2OCache, H2OConfig, UnsupportedError, disable, enable, patched
 from h2o.compat import CACHE, with_cache
-from h2o.hf.cache import continuation
+from h2o.hf.cache import many_graphs
 from tests.hf.tiny import greedy, llama, model, prompts
 
 SMALL = {"heavy": 6, "recent": 6}
@@ -63,7 +63,7 @@ def test_copies_of_an_enabled_model_are_enabled(duplicate):
 def test_a_compiled_call_of_a_cache_that_is_not_compileable():
     """test_compiled_models compiles a whole model, which takes half a minute."""
     torch._dynamo.reset()
-    continuation.warn_of_many_graphs.__wrapped__.cache_clear()
+    many_graphs.warn_of_many_graphs.__wrapped__.cache_clear()
     plain = llama(1)
     plain.set_attn_implementation("sdpa")
     inputs = {"input_ids": prompts(20)[0]}
@@ -82,7 +82,7 @@ def test_a_compiled_call_of_a_cache_that_is_not_compileable():
 def test_compiled_models():
     """A compiled model whose layers fall into many graphs must warn once, and say what helps."""
     torch._dynamo.reset()  # dynamo gives up after eight graphs of a function, across tests
-    continuation.warn_of_many_graphs.__wrapped__.cache_clear()
+    many_graphs.warn_of_many_graphs.__wrapped__.cache_clear()
     plain = llama(1)
     plain.set_attn_implementation("sdpa")
     compiled = torch.compile(plain, backend="eager")

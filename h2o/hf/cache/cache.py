@@ -30,15 +30,11 @@ from h2o.hf.cache import cache_file
 from h2o.hf.cache.cache_inspection import checks_config
 from h2o.hf.cache.cache_plan import get_plan
 from h2o.hf.cache.cache_removal import CacheRemoval
-from h2o.hf.cache.continuation import (
-    no_new_tokens,
-    outside_graphs,
-    plan_pass,
-    warn_of_many_graphs,
-)
+from h2o.hf.cache.continuation import no_new_tokens, plan_pass, plan_unannounced
 from h2o.hf.cache.from_dynamic_cache import import_dynamic_cache
+from h2o.hf.cache.many_graphs import outside_graphs, warn_of_many_graphs
 from h2o.hf.cache_state import recurrent_states
-from h2o.hf.conversation.forward_pass import NUMBER_LAYERS
+from h2o.hf.conversation.forward_pass import NUMBER_LAYERS, ForwardPass
 from h2o.hf.conversation.pass_guard import PassGuard
 from h2o.hf.conversation.pins import Pins
 from h2o.hf.layers.layer import H2OLayer
@@ -296,7 +292,7 @@ class H2OCache(CacheRemoval):
                 f"layers from the model, {NUMBER_LAYERS}"
             )
         guard, layer = self.guard, self.layers[layer_idx]
-        guard.enter(layer_idx, key_states.shape[2])
+        guard.enter(layer_idx, key_states.shape[2], self._plan_unannounced)
         columns = getattr(layer, "cumulative_length", None)
         try:
             keys_and_values = layer.update(key_states, value_states, *args, **kwargs)
@@ -310,6 +306,10 @@ class H2OCache(CacheRemoval):
             guard.layer_stored(layer_idx)
             guard.layer_done(layer_idx)
         return keys_and_values
+
+    def _plan_unannounced(self, Q: int) -> ForwardPass:
+        """See `plan_unannounced`."""
+        return plan_unannounced(self, Q)
 
     def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
         """Return a convolution state. Each layer with states calls this before changing them."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import json
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -69,7 +68,26 @@ def plan_pass(cache: Any, new: int) -> ForwardPass:
     then = columns.advance(before, tokens, guard.records_passes, is_step)
     if then.columns < before.grows_at:
         return ForwardPass(before, then, new)
-    grown = before.grown(then.columns, [row.padding for row in then.rows])
+    return _plan_growth(cache, columns, tokens, is_step)
+
+
+def plan_unannounced(cache: Any, new: int) -> ForwardPass:
+    """A forward pass with `new` columns, without padding as far as is known."""
+    guard, columns = cache.guard, NewColumns(new)
+    then = columns.advance(guard.state, None, guard.records_passes)
+    if then.columns < guard.state.grows_at:
+        return ForwardPass(guard.state, then, new)
+    return _plan_growth(cache, columns, None, is_step=False)
+
+
+def _plan_growth(
+    cache: Any, columns: NewColumns, tokens: list[int] | None, is_step: bool
+) -> ForwardPass:
+    """A forward pass in which budgets grow. For the arguments see `NewColumns.advance`."""
+    guard, new, mask = cache.guard, columns.Q, columns.mask
+    before = guard.state
+    counts = tokens_seen(cache, before.columns, mask) or [before.columns]
+    grown = before.grown(counts, [new] if mask is None else mask.bool().sum(1).tolist())
     then = columns.advance(grown, tokens, guard.records_passes, is_step)
     return ForwardPass(before, then, new, None, functools.partial(_grow, cache, before, grown))
 
@@ -370,22 +388,3 @@ def _padding_mask(guard: PassGuard, mask: Tensor | None, seen: int, new: int) ->
             "states would count it as text. Prefill the prompt in one pass, or in larger chunks"
         )
     return mask
-
-
-@torch.compiler.disable
-def outside_graphs(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function between two graphs, which must not capture it."""
-    return call(*args, **kwargs)
-
-
-@torch.compiler.disable
-@functools.cache
-def warn_of_many_graphs() -> None:
-    """Warn once per process that a cache breaks a compiled model into many graphs."""
-    warnings.warn(
-        "torch.compile(model) cannot capture this H2OCache: the model breaks into several graphs "
-        "per layer, which are recompiled as the slots grow. Make the cache with "
-        "H2OCache(..., compileable=True), or call the model without torch.compile",
-        RuntimeWarning,
-        stacklevel=2,
-    )

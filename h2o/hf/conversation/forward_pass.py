@@ -71,6 +71,12 @@ class ForwardPass:
         """Whether some of the layers with states had fewer accesses to them."""
         return len(set(self.accesses.values())) > 1
 
+    def begin_unannounced(self, planned: ForwardPass) -> None:
+        """Go on as planned, now that the number of columns is known. No layer has stored a key."""
+        self.after = planned.after
+        if planned.raise_budgets is not None:
+            self.take_back = planned.raise_budgets()
+
     def begin_prompt(self, prompt: Any, after: CacheState) -> None:
         """Note what the first layer of a prompt has found out."""
         self.prompt, self.after = prompt, after

@@ -148,13 +148,17 @@ class PassGuard:
         finally:
             self.told = None
 
-    def enter(self, layer: int, Q: int | None = None) -> None:
+    def enter(
+        self, layer: int, Q: int | None = None, plan: Callable[[int], ForwardPass] | None = None
+    ) -> None:
         """Begin the planned pass before the first of its layers gets new keys, or check that this
         thread may go on with the pass under way.
 
         Args:
             layer: the layer that gets them.
             Q: number of columns. None: the layer gets a state, not keys.
+            plan: plans a pass of Q columns that the model does not announce, because its masks were
+                made before. None: the layer is used without a cache.
 
         Raises:
             RuntimeError: another thread is running a forward pass, an earlier layer's keys never
@@ -173,7 +177,9 @@ class PassGuard:
         the_pass.waiting = layer
         if the_pass.columns is None:  # the model does not announce its passes
             the_pass.columns = Q
-            if not self.only_scores:
+            if plan is not None and not self.only_scores:
+                the_pass.begin_unannounced(plan(Q))
+            elif not self.only_scores:
                 the_pass.after = NewColumns(Q).advance(self.state, None, self.records_passes)
 
     def _begin(self, Q: int | None) -> ForwardPass:

@@ -43,7 +43,8 @@ class RowState(NamedTuple):
     pinned: Row | None = None
     """Spans of pinned positions. None before the prompt, and if nothing is pinned."""
     padding: int = 0
-    """Number of padding columns. Only exact after the prompt of a cache whose budget grows."""
+    """Number of padding columns, or fewer. Decode steps do not count theirs until a budget grows
+    (`CacheState.grown`)."""
     counted: int = 0
     """Number of tokens that a fractional budget is a fraction of now. 0 before the prompt."""
     removed: int = 0
@@ -96,15 +97,15 @@ class CacheState(NamedTuple):
         rows = tuple(row.pinned for row in self.rows if row.pinned is not None)
         return PinnedRows(rows) if rows else NOTHING_PINNED
 
-    def grown(self, columns: int, padding: Sequence[int]) -> CacheState:
-        """This state, with budgets for a text of `columns` columns.
+    def grown(self, tokens: Sequence[int], new: Sequence[int]) -> CacheState:
+        """This state, with budgets for rows of `tokens` tokens now and `new` more.
 
-        Args:
-            padding: number of padding columns among them in each row, or a single one for all rows.
+        Either has a number for each row, or a single one for all rows. The rows' padding becomes
+        exact, which decode steps do not count.
         """
         return self.with_rows(
-            row._replace(counted=count_text(row.counted, columns - pads))
-            for row, pads in broadcast(self.rows, padding)
+            row._replace(padding=self.columns - n, counted=count_text(row.counted, n + more))
+            for row, n, more in broadcast(self.rows, tokens, new)
         )
 
     def with_rows(self, rows: Iterable[RowState]) -> CacheState:

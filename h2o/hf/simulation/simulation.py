@@ -10,6 +10,7 @@ Shape letters as in `h2o.hf`.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
@@ -96,9 +97,8 @@ def simulated(
         prompt_length: number of tokens before the first eviction, without padding, for all rows or
             one number per row. 1 evicts from the very beginning (Zhang et al., NeurIPS 2023,
             Algorithm 1). Not with masks that have no prompt.
-        ratio_of: what fractional budgets are fractions of. "text": each row's whole text. "seen":
-            the text so far, as in `H2OCache`. "prompt": the row's prompt (`prompt_length`). The
-            `ratio_of` of an `h2o_config` has no effect.
+        ratio_of: what fractions are fractions of, whatever a config says. "text": each row's whole
+            text. "seen": the text so far, as in `H2OCache`. "prompt": the row's prompt.
         pinned: as for `H2OCache`. "prompt" pins the first `prompt_length` tokens. Not with `masks`.
         trace: record evictions and scores of the last forward pass, see `Simulation`.
         mass: record the retained attention mass of the last forward pass. About doubles the cost.
@@ -119,8 +119,9 @@ def simulated(
     prompt_length = check(config, masks, prompt_length, ratio_of, pins)
     layers = transformers_layers(model.config)
     check_modes({Mode.SIMULATED, *config_modes(config), *model_modes(model)})
+    budgets = dataclasses.replace(config, ratio_of="seen" if ratio_of == "seen" else "prompt")
     plans = {
-        i: LayerPlan.of(config, i, len(layers))
+        i: LayerPlan.of(budgets, i, len(layers))
         for i, layer in enumerate(layers)
         if kind_of(layer) == "h2o"
     }
@@ -270,10 +271,9 @@ class Simulation:
                     return call.full()
                 by_row = self._budgets.budgets(call.layer)
             of_layer = plan, k.shape[1], part, row_size
-            grows = self._ratio_of == "seen" and plan.needs_prompt_length
-            growth = prompt_budget.schedule_growth(*of_layer, bases, lengths) if grows else []
-            known = text, prompts, by_row, plan, part, pins, growth
-            out, evicted_at, scores = self._through_cache(*known)
+            growth = prompt_budget.schedule_growth(*of_layer, bases, lengths) if plan.grows else []
+            known = prompts, by_row, plan, part, pins, growth
+            out, evicted_at, scores = self._through_cache(text, *known)
             if self._scores is not None:
                 self._scores[call.layer] = scores
             if call.layer in self._key_sources.values():
