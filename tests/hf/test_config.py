@@ -111,7 +111,11 @@ def test_is_frozen_and_pickles():
             'expected "sum", "mean", "max", "mean-echo" or "random"',
         ),
         ({"score_by": np.array(["sum"])}, ValueError, 'expected "sum", "mean", "max"'),
-        ({"kv_dtype": np.array(["int8"])}, ValueError, 'expected None, "auto", "int8", "int8-int4" or'),
+        (
+            {"kv_dtype": np.array(["int8"])},
+            ValueError,
+            'expected None, "auto", "int8", "int8-int4" or',
+        ),
         ({"heavy": Fraction(10**400)}, ValueError, "for a number of tokens give an int"),
         ({"head_shares": [[1, 10**400]]}, ValueError, r"head_shares\[0\]\[1\] is 1000"),
         ({"decay": 1.1}, ValueError, r"decay is .*; expected a number in \[0, 1\]"),
