@@ -4,6 +4,7 @@ requests."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import os
 from collections.abc import Iterator
@@ -90,6 +91,7 @@ def alone(
     model: Any, requests: list[list[int]], config: H2OConfig, new: int = NEW, pinned: Any = None
 ) -> list:
     """Tokens of `generate()` with an H2OCache, for each request alone."""
+    config = dataclasses.replace(config, ratio_of="prompt")  # as pages have one size
     model.set_attn_implementation("h2o")
     answers = []
     for request in requests:
@@ -111,6 +113,7 @@ def after_prefix(
 ) -> list:
     """Tokens of `generate()` with an H2OCache that has prefilled the prefix, has removed the spans
     `forgets`, and has prefilled the rest in chunks."""
+    config = dataclasses.replace(config, ratio_of="prompt")
     model.set_attn_implementation("h2o")
     answers = []
     for request in requests:

@@ -24,13 +24,7 @@ SMALL = {"heavy": 8, "recent": 8}
 ENTRIES = {
     "tokens": SMALL,
     "divided": {"budget": 24},
-    "stored in bytes": {
-        "heavy": 0.2,
-        "recent": 0.1,
-        "ratio_of": "prompt",
-        "min_tokens": 0,
-        "kv_dtype": "int8",
-    },
+    "stored in bytes": {"heavy": 0.2, "recent": 0.1, "min_tokens": 0, "kv_dtype": "int8"},
     "heads": {"heavy": [[4, 12], [9, 3]], "recent": 4, "score_by": "mean-echo"},
 }
 
