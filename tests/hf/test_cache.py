@@ -443,8 +443,8 @@ def test_budgets_per_layer():
             query, key, value = tensors(text.cut(columns.start, columns.stop))
             key, value = cache.update(key, value, layer)
             cache.layers[layer].attend(AttentionCall(Attention(layer), query, key, value))
-    assert [layer.budget for layer in cache.report().layers] == [[5], [12], [10]]
-    assert [cache.kept(layer)[0].shape[2] for layer in range(3)] == [5, 12, 10]
+    assert [layer.budget for layer in cache.report().layers] == [[5], [14], [10]]
+    assert [cache.kept(layer)[0].shape[2] for layer in range(3)] == [5, 13, 10]
     with pytest.raises(ValueError, match="heavy has 2 amounts, but the model has 3 layers"):
         new_cache(layers=3, heavy=[1, 2], recent=2)
 

@@ -88,7 +88,7 @@ def test_families(name):
     "chosen", [slow_if(x in ("h2o", "local", "heavy-only", "streaming"), x) for x in POLICIES]
 )
 def test_policies(chosen):
-    config = POLICIES[chosen]
+    config = replace(POLICIES[chosen], ratio_of="prompt")
     if config.head_shares is not None:
         config = replace(config, head_shares=[[0.4, 1.6]])
     with there(dtype=torch.bfloat16) as ours:
@@ -131,12 +131,25 @@ def test_padding(name):
 
 
 def test_fractions_of_padded_rows_are_read_once():
+    fractions = {"heavy": 0.3, "recent": 0.3, "min_tokens": 0, "ratio_of": "prompt"}
     with there() as ours:
         mask = torch.ones(2, 20, dtype=torch.long)
         with pytest.raises(RuntimeError, match=WAITS):
-            converse(ours, H2OCache(ours.config, heavy=0.3, recent=0.3, min_tokens=0), mask)
-        cache = H2OCache(ours.config, heavy=0.3, recent=0.3, min_tokens=0, prompt_length=[20, 17])
+            converse(ours, H2OCache(ours.config, **fractions), mask)
+        cache = H2OCache(ours.config, **fractions, prompt_length=[20, 17])
         converse(ours, cache, mask)
+
+
+def test_growing_budgets_are_read_when_they_grow():
+    """A fraction of the text so far counts the tokens of each row on the device, but only in the
+    passes in which it grows."""
+    with there() as ours:
+        cache = H2OCache(ours.config, heavy=0.3, recent=0.3, min_tokens=0)
+        ours(ids(2, 100), **with_cache(cache))
+        for _ in range(cache.guard.state.grows_at - 101):
+            ours(ids(2, 1), **with_cache(cache))
+        with pytest.raises(RuntimeError, match=WAITS):
+            ours(ids(2, 1), **with_cache(cache))
 
 
 def test_beams():
