@@ -101,6 +101,11 @@ def recent_part(min_tokens: int) -> int:
     return -(-min_tokens // 4)
 
 
+def is_whole_text(pair: tuple[Amount, Amount]) -> bool:
+    """Whether the fractions of a head, of keys, add up to the whole text."""
+    return sum(x for x in pair if isinstance(x, float)) >= 1
+
+
 def truncate_pair(
     pair: tuple[Amount, Amount], n: int, sinks: int, token_bytes: TokenBytes | None, grows: bool
 ) -> tuple[int, int]:
@@ -110,11 +115,11 @@ def truncate_pair(
     Args:
         token_bytes: bytes of a token in a full cache and in a slot, if heavy + recent is a share of
             a full cache's bytes. None: each fraction is one of the tokens.
-        grows: whether fractions follow the text (`count_text`). If they add up to 1, there is room
-            for all tokens until the budget grows again, so that none is ever evicted.
+        grows: whether fractions follow the text (`count_text`). If they are the whole text, there
+            is room for all tokens until the budget grows again, so that none is ever evicted.
     """
     if token_bytes is None:
-        if grows and sum(x for x in pair if isinstance(x, float)) >= 1:
+        if grows and is_whole_text(pair):
             n = next_growth(n)
         heavy, recent = (int(x * n) if isinstance(x, float) else x for x in pair)
         return heavy, recent

@@ -20,13 +20,14 @@ from h2o.budgets import (
     count_pair,
     count_text,
     flatten,
+    is_whole_text,
     layer_amount,
     mean_pair,
     pair_amounts,
 )
 from h2o.config.fields import ConfigFields, Positions
 from h2o.config.head_budgets import NAMED, SHARED_TWICE, check_table
-from h2o.config.presets import Presets, echo_fields, warn_of_few_keys
+from h2o.config.presets import Presets, echo_fields, recommended_unit, warn_of_few_keys
 from h2o.config.profile import Profile
 from h2o.kv_dtype import KvDtype, TokenBytes, bytes_per_token, check_positions, fewest_bits
 from h2o.model_identity import config_of, describe, key_size, latent_row
@@ -214,7 +215,7 @@ class H2OConfig(Presets):
         """The preset that `budget=` alone selects: `echo`. A float is a share of a full cache's
         bytes, an int a number of tokens."""
         budget = check_whole_budget(budget)
-        return cls.preset("echo", budget, cls._recommended_unit(budget))
+        return cls.preset("echo", budget, recommended_unit(budget))
 
     @property
     def policy(self) -> Policy:
@@ -308,8 +309,11 @@ class H2OConfig(Presets):
         tokens, or n if `prompt` is None."""
         n, given = check_count("n", n, 0), n if prompt is None else check_count("prompt", prompt, 0)
         counted = count_text(given, n) if self.ratio_of == "seen" else given
-        keeps_all = self.ratio_of == "seen" and sum(self.tokens(10**9)) >= 10**9
-        return n if keeps_all else min(n, self.sinks + sum(self.tokens(counted)))
+        pairs = pair_amounts(self.layer_amounts(0, 1), "key/value head")
+        of_keys = self.ratio_of == "seen" and self.budget_unit == "keys"
+        if of_keys and all(map(is_whole_text, pairs)):
+            return n
+        return min(n, self.sinks + sum(self.tokens(counted)))
 
     def layer_amounts(self, layer: int, layers: int) -> tuple[Any, Any]:
         """(heavy, recent) of one layer, each a single amount or one for each key/value head."""
@@ -325,10 +329,6 @@ class H2OConfig(Presets):
         check_total((heavy,), (recent,), self.sinks)
         return heavy, recent
 
-    @staticmethod
-    def _recommended_unit(budget: Amount) -> BudgetUnit:
-        return "bytes" if isinstance(budget, float) else "keys"
-
     def _take_preset(self, given: frozenset[str]) -> None:
         """Fill in the preset selected by `budget`, except for the fields that were given."""
         put = object.__setattr__
@@ -340,7 +340,7 @@ class H2OConfig(Presets):
                 f'budget={self.budget} is a number of tokens, but budget_unit="bytes" needs a '
                 "share: write a float, such as budget=0.2, or leave out budget_unit"
             )
-        preset = echo_fields(self.budget, self._recommended_unit(self.budget))
+        preset = echo_fields(self.budget, recommended_unit(self.budget))
         for name in preset.keys() - given:
             put(self, name, preset[name])
         if self.score_by != preset["score_by"] and "head_shares" not in given:

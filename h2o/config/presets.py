@@ -48,6 +48,11 @@ def robust_fields(budget: Amount, budget_unit: BudgetUnit) -> dict[str, Any]:
     }
 
 
+def recommended_unit(budget: Amount) -> BudgetUnit:
+    """The unit of a `budget` that is given alone."""
+    return "bytes" if isinstance(budget, float) else "keys"
+
+
 def echo_fields(budget: Amount, budget_unit: BudgetUnit) -> dict[str, Any]:
     """The fields of `Presets.echo`."""
     echo = {"score_by": "mean-echo", "head_shares": "echo"}

@@ -137,7 +137,10 @@ def test_numbers_of_tokens_and_fractions_of_prompts_do_not_grow():
     assert H2OConfig.authors(0.2).ratio_of == "prompt"
 
 
-@pytest.mark.parametrize("settings", [{"heavy": 0.5, "recent": 0.5}, {"heavy": 1.0, "recent": 0}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"heavy": 0.5, "recent": 0.5}, {"heavy": 1.0, "recent": 0}, {"heavy": 1 / 3, "recent": 2 / 3}],
+)
 def test_all_of_the_text_is_all_of_it(settings):
     """Nothing is evicted between two growths, whatever the passes."""
     ours, (ids,) = model("llama"), prompts(171)
