@@ -73,8 +73,7 @@ def error(values: Sequence[float]) -> float:
 
 def readers(model: Any, budgets: Sequence[float]) -> list[Reader]:
     """A full cache, and two caches for each budget."""
-    whole = H2OConfig(heavy=2**30, recent=8)
-    listed = [Reader("full", model, H2OCache(model, whole))]
+    listed = [Reader("full", model, H2OCache(model, H2OConfig.full()))]
     for budget in budgets:
         for base in ("seen", "prompt"):
             config = H2OConfig(budget=budget, ratio_of=base)
@@ -91,6 +90,8 @@ def main() -> None:
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.1, 0.2])
     options = parser.parse_args()
 
+    if options.tokens < BLOCK:
+        parser.error(f"--tokens is {options.tokens}; expected at least {BLOCK}, a block")
     model, tokenizer = models.load_model(options.model, dtype="bfloat16", log=print_line)
     wanted = options.prompt + options.tokens
     ids = tokenizer(options.text.read_text("utf-8"), verbose=False)["input_ids"][:wanted]

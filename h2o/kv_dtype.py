@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 FIXED = 32
 """Bytes per head outside its slots, without offsets: `next_slot`, `budget`, `evicted_score`, and
 the head's part of the row's `seen_tokens`."""
 
 
-QUANTIZED = ("int8", "int8-int4", "int4")
-"""Quantized formats of keys and values. A `kv_dtype` of None stores them in their own dtype."""
-
 KvDtype = Literal["auto", "int8", "int8-int4", "int4"]
 """The quantized formats, and "auto", which `fewest_bits` resolves to one of them."""
+
+QUANTIZED: tuple[str, ...] = tuple(name for name in get_args(KvDtype) if name != "auto")
+"""Quantized formats of keys and values. A `kv_dtype` of None stores them in their own dtype."""
 
 
 def stored_bytes(kv_dtype: str | None, D: int) -> tuple[int, int] | None:

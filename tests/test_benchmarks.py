@@ -24,6 +24,7 @@ from benchmarks import (  # noqa: E402
     disk_table,
     echo_table,
     inputs,
+    long_text,
     machine,
     model_tables,
     options,
@@ -348,3 +349,10 @@ def test_that_it_cannot_write_is_known_first(tmp_path, capsys):
     printed = capsys.readouterr()
     assert "name another output folder" in printed.err.splitlines()[-1]
     assert not printed.out
+
+
+def test_a_long_text_has_at_least_one_block(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["long_text", "notes.txt", "--tokens", "40"])
+    with pytest.raises(SystemExit):
+        long_text.main()
+    assert "--tokens is 40; expected at least 250" in capsys.readouterr().err

@@ -114,12 +114,11 @@ def with_pins(config: H2OConfig, arguments: dict[str, Any], prompt: int | None =
 
     Raises: TypeError, ValueError that say what is wrong with the spans.
     """
-    pinned = arguments.get(PINS)
-    if pinned is None:
+    if arguments.get(PINS) is None:
         return []
     if config.decay < 1:
         raise ValueError(f"{PINS}: the server's scores must not decay; start it with decay=1")
-    pinned = parse_spans(pinned) if isinstance(pinned, str) else check_spans(PINS, pinned)
+    pinned = _pinned(arguments)
     if pinned == "system":
         raise ValueError(
             f"{PINS}: this process does not see chats, so pass the system turn as a span such as "
@@ -153,18 +152,26 @@ def evicted_spans(arguments: dict[str, Any], first: int | None = None) -> Row:
             "Without a prefix leave the tokens out of the prompt"
         )
     spans = _parse(given) if isinstance(given, str) else check_spans(EVICT, given)
-    pinned = arguments.get(PINS)
-    if pinned is not None and spans:
-        pinned = parse_spans(pinned) if isinstance(pinned, str) else check_spans(PINS, pinned)
-        shared = overlap(spans, [(0, prefix)] if isinstance(pinned, str) else pinned)
-        if shared:
-            raise ValueError(f"{EVICT} names token {shared[0][0]}, which {PINS} pins")
-    n = min(prefix, prefix if first is None else first)
+    pinned = _pinned(arguments)
+    if shared := overlap(spans, [(0, prefix)] if isinstance(pinned, str) else pinned):
+        raise ValueError(f"{EVICT} names token {shared[0][0]}, which {PINS} pins")
+    n = prefix if first is None else min(prefix, first)
     if spans and spans[-1][1] > n:
         raise ValueError(f"{EVICT} ends at token {spans[-1][1]}, but the prefix has {n}")
     if size(spans) == n:
         raise ValueError(f"{EVICT} leaves nothing of the prefix: leave it out of the prompt")
     return spans
+
+
+def _pinned(arguments: Mapping[str, Any]) -> Row | str:
+    """The spans or the name of a part of the prompt in `h2o_pinned`; no spans if it is not given.
+
+    Raises: TypeError, ValueError for anything else.
+    """
+    pinned = arguments.get(PINS)
+    if pinned is None:
+        return []
+    return parse_spans(pinned) if isinstance(pinned, str) else check_spans(PINS, pinned)
 
 
 def _parse(text: str) -> Row:

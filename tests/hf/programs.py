@@ -370,8 +370,8 @@ class Run:
         ]
 
     def _token_by_token(self, row: Row, prompt: int) -> tuple[Tensor, Held]:
-        """The same of a cache that reads a row, first its prompt. A row that has no more tokens has
-        no keys."""
+        """Logits of a row's tokens, and the earlier keys that its last token sees, in a cache that
+        reads the prompt first. A row that has no more tokens has no keys."""
         text = row.text
         row.passes = [text[:prompt], *([token] for token in text[prompt:])]
         cache, logits, held = self.new_cache(row), [], {}
