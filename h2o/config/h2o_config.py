@@ -29,7 +29,7 @@ from h2o.config.fields import ConfigFields, Positions
 from h2o.config.head_budgets import NAMED, SHARED_TWICE, check_table
 from h2o.config.presets import Presets, echo_fields, recommended_unit, warn_of_few_keys
 from h2o.config.profile import Profile
-from h2o.kv_dtype import KvDtype, TokenBytes, bytes_per_token, check_positions, fewest_bits
+from h2o.kv_dtype import KvDtype, TokenBytes, bytes_per_token, fewest_bits
 from h2o.model_identity import config_of, describe, key_size, latent_row
 from h2o.policy import OPERATIONS_SCORE_BY, Policy, ScoreBy, check_names, check_policy
 
@@ -94,9 +94,9 @@ class H2OConfig(Presets):
     kv_dtype: KvDtype | None = None
     """Format of stored keys and values. None: the model's dtype. "int8": 8-bit integers with one
     16-bit scale per key and value. "int8-int4": the same for keys, and 4-bit values in groups of
-    32, each with a 16-bit scale and minimum (compare Liu et al., "KIVI", ICML 2024). "int4": such
-    keys too. "auto": "int8-int4" if the model's head dimension is a multiple of 32, otherwise
-    "int8". New tokens of one forward pass see each other unquantized."""
+    32, each with a 16-bit scale and minimum (compare Liu et al., "KIVI", ICML 2024). "int4": 4-bit
+    keys too, with one scale per key. "auto": "int8-int4" if the model's head dimension is a
+    multiple of 32, otherwise "int8". New tokens of one pass see each other unquantized."""
     head_shares: Any = None
     """How the key/value heads share the budget. The mean over all heads stays what `heavy` and
     `recent` say, and every head gets at least 8 tokens. None: equal shares. Numbers
@@ -157,7 +157,6 @@ class H2OConfig(Presets):
             )
         for name, choices in CHOICES.items():
             put(self, name, check_choice(name, getattr(self, name), choices))
-        check_positions(self.kv_dtype, self.positions)
         if self.budget_unit == "keys":
             put(self, "_token_bytes", None)  # left by dataclasses.replace
         elif not all(isinstance(x, float) for x in (self.heavy, self.recent)):
@@ -266,10 +265,8 @@ class H2OConfig(Presets):
         return self.ratio_of == "seen" and any(isinstance(x, float) and x for x in amounts)
 
     def for_model(self, model: Any) -> H2OConfig:
-        """Fill in what depends on the model: the shipped profile, bits, and bytes of a token.
-
-        Args:
-            model: a transformers model or its config.
+        """Fill in what depends on the model, a transformers model or its config: the shipped profile,
+        bits, and bytes of a token.
 
         Raises: ValueError for a profile of another model, and if none is shipped for this one.
         TypeError if `model` is neither a model nor a config.
@@ -299,21 +296,24 @@ class H2OConfig(Presets):
 
         All layers must have the same budget. If heads differ, this is their mean, rounded down.
         """
-        n = check_count("n", n, 0)
+        return mean_pair(self._tokens_by_head(check_count("n", n, 0)))
+
+    def _tokens_by_head(self, n: int) -> list[tuple[int, int]]:
         more = n, self.sinks, self._token_bytes, self.min_tokens, False
         pairs = pair_amounts(self.layer_amounts(0, 1), "key/value head")
-        return mean_pair([count_pair(pair, *more) for pair in pairs])
+        return [count_pair(pair, *more) for pair in pairs]
 
     def count_held(self, n: int, prompt: int | None = None) -> int:
-        """Tokens that a row of n tokens holds at its end, without pins. Its prompt had `prompt`
-        tokens, or n if `prompt` is None."""
+        """Tokens that a row of n tokens holds at its end, without pins: the mean over heads, rounded
+        down. Its prompt had `prompt` tokens, or n if `prompt` is None."""
         n, given = check_count("n", n, 0), n if prompt is None else check_count("prompt", prompt, 0)
         counted = count_text(given, n) if self.ratio_of == "seen" else given
         pairs = pair_amounts(self.layer_amounts(0, 1), "key/value head")
         of_keys = self.ratio_of == "seen" and self.budget_unit == "keys"
         if of_keys and all(map(is_whole_text, pairs)):
             return n
-        return min(n, self.sinks + sum(self.tokens(counted)))
+        held = [min(n, self.sinks + sum(pair)) for pair in self._tokens_by_head(counted)]
+        return sum(held) // len(held)
 
     def layer_amounts(self, layer: int, layers: int) -> tuple[Any, Any]:
         """(heavy, recent) of one layer, each a single amount or one for each key/value head."""
