@@ -209,14 +209,14 @@ FAULTS = (
     # ---- bits and the torch backend ----
     Fault(
         "quantization.py",
-        "keepdim=True), 127), up=True",
-        "keepdim=True), 126), up=True",
+        "_most(x), 127), up=True",
+        "_most(x), 126), up=True",
         "TORCH_BACKEND BITS",
     ),
     Fault(
         "quantization.py",
-        "[nibbles & 15, nibbles >> 4]",
-        "[nibbles >> 4, nibbles & 15]",
+        "[pairs & 15, pairs >> 4]",
+        "[pairs >> 4, pairs & 15]",
         "TORCH_BACKEND FEW_BITS",
     ),
     Fault(
