@@ -174,6 +174,8 @@ class PassGuard:
             self.check_keys_arrived()
         if Q is None:
             return
+        if layer in the_pass.stored:  # the last layers did not run in the pass before
+            raise RuntimeError(disagreement_message(the_pass, self.counting))
         the_pass.waiting = layer
         if the_pass.columns is None:  # the model does not announce its passes
             the_pass.columns = Q
@@ -216,19 +218,15 @@ class PassGuard:
         if the_pass is not None and not torch.compiler.is_compiling():
             the_pass.accesses[layer] += 1
 
-    def layer_stored(self, layer: int) -> None:
-        """Record that a layer has stored its new keys."""
-        if (the_pass := self.current) is not None:
-            if layer in the_pass.stored:
-                raise RuntimeError(disagreement_message(the_pass, self.counting))
-            the_pass.stored.append(layer)
-
-    def layer_done(self, layer: int) -> None:
+    def layer_done(self, layer: int, *, stored: bool = False) -> None:
         """Record that a layer is done with its new keys. The last layer that stores any commits the
-        pass, and the last one that attends to them ends it."""
+        pass, and the last one that attends to them ends it. `stored`: the layer is transformers'
+        own, so that nothing else has recorded that it has stored them (`ForwardPass.stored`)."""
         the_pass = self.current
         if the_pass is not None:
             the_pass.waiting = None
+            if stored:
+                the_pass.stored.append(layer)
             is_whole = self.only_scores or len(the_pass.stored) == len(self.counting)
             if layer == self.storing[-1] and is_whole:
                 self._commit(the_pass)

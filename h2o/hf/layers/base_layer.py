@@ -57,7 +57,7 @@ class BaseLayer(CacheLayerMixin):
     - `variant` of attention: what a slot holds for each token, and how attention uses it
       (`h2o.hf.layers.plain_variant`).
     - `scorer`: how keys are scored (`h2o.hf.prompt.scorers`).
-    - `runner`: how a pass after the prompt runs (`h2o.hf.layers.pass_runners`).
+    - `runner`: whether later passes run in captured graphs (`h2o.hf.layers.pass_runners`).
 
     Args:
         plan: the layer's budgets, and the config of all layers.
@@ -92,19 +92,20 @@ class BaseLayer(CacheLayerMixin):
         self.trace = Trace() if trace else None
         self.empty()
 
-    def import_keys(self, keys: Tensor, values: Tensor | None, mask: Tensor | None) -> None:
+    def import_keys(self, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
         """Store keys and values [B, G, n, D] of another cache, except padding (mask [B, n]).
 
         The slots hold them in ascending order of position. Their scores are 0, and the budget is
         unlimited, until the next forward pass scores them and evicts down to the budget
         (`CacheState.unscored`)."""
-        keys, values = self.variant.rows(self, keys, values)
+        _, *rows = self.variant.receive(self, keys, values)
+        self.variant.forget()  # no attention follows
         size = 1 + (keys.shape[2] if mask is None else int(mask.sum(1).max()))
         kind = {"value_weighted": self.config.value_weighted}
-        slots = ops.new_slots(keys, size, shared=values is None, **kind)
-        scores = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
-        ops.evict(keys, values, scores, slots, mask=mask, **kind)
-        self.facts = LayerFacts(row_size=(keys.shape[-1], keys.element_size()))
+        slots = ops.new_slots(rows[0], size, shared=rows[1] is None, **kind)
+        scores = torch.zeros(rows[0].shape[:3], dtype=torch.float32, device=keys.device)
+        ops.evict(*rows, scores, slots, mask=mask, **kind)
+        self.facts = LayerFacts(row_size=(rows[0].shape[-1], keys.element_size()))
         self.set_slots(slots, Capacity(self.capacity.widest, [size]))
         if self.trace is not None:
             self.trace.record(self.slots, self.capacity.sizes, keys.shape[2], mask)
@@ -149,10 +150,11 @@ class BaseLayer(CacheLayerMixin):
 
     def stored(self, Q: int, mask: Tensor | None) -> None:
         """Record that Q new columns have been stored."""
-        self.guard.layer_stored(self.layer_idx)
         the_pass = self.guard.current
-        if the_pass is not None and the_pass.after.waits_for_pins:
-            the_pass.check_pins(self.slots.seen_tokens)
+        if the_pass is not None:
+            the_pass.stored.append(self.layer_idx)
+            if the_pass.after.waits_for_pins:
+                the_pass.check_pins(self.slots.seen_tokens)
         if self.trace is not None:
             self.trace.record(self.slots, self.capacity.sizes, Q, mask)
 

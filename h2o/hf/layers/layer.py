@@ -58,7 +58,7 @@ class H2OLayer(BaseLayer):
             ValueError: wrong batch size, number of heads or size of a head.
             UnsupportedError: (a ValueError) key and value shapes that h2o does not support.
         """
-        rows, values = self.variant.rows(self, key_states, value_states)
+        keys, rows, values = self.variant.receive(self, key_states, value_states)
         shape = rows.shape
         last = rows if values is None else values
         if self.slots is None:
@@ -82,7 +82,6 @@ class H2OLayer(BaseLayer):
             )
         elif self.slots.keys.device != rows.device:  # loaded from a file, or the model was moved
             restore(self, take_snapshot(self).each(lambda x: x.to(rows.device)))
-        keys = self.variant.attach_layer(self, key_states, rows)
         if self.guard.current is None:  # the layer is used without a cache
             self.guard.enter(self.layer_idx, shape[2])
         return keys, value_states
@@ -159,12 +158,21 @@ class H2OLayer(BaseLayer):
         state = self.guard.state
         if self.slots is None or state.unscored:
             return self._attend_prompt(tokens)
+        out: Tensor
         if self.guard.only_scores:
             out, _ = self.variant.attention(self, tokens, self.slots)
             return out
-        if tokens.query.shape[2] != 1 or state.waits_for_pins:  # a step cannot pin its key
-            return self.runner.chunk(self, tokens)
-        return self.runner.step(self, tokens)
+        if self.runner.is_compileable and self.runner.captures(self, tokens):
+            return self.runner.run(self, tokens)
+        Q = tokens.query.shape[2]
+        if state.longest + Q > self.capacity.tokens:
+            self.make_room(state.longest + Q)
+        if Q == 1 and not state.waits_for_pins:  # a step cannot pin its key
+            out = self.variant.step(self, tokens, self.slots)
+        else:
+            out = self.attend_and_evict(tokens, self.slots)
+        self.stored(Q, tokens.mask)
+        return out
 
     def _attend_prompt(self, tokens: NewTokens) -> Tensor:
         """Run the first pass, possibly over keys of a DynamicCache too, and set the budgets."""

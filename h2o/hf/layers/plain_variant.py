@@ -35,26 +35,28 @@ class PlainVariant:
 
     # ---- In a forward pass, in this order ----------------------------------------------------
 
-    def rows(self, layer: Any, keys: Tensor, values: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Convert a model's keys and values [B, G, Q, D] to the rows [B, G, Q, D] of slots.
+    def receive(
+        self, layer: Any, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Receive a model's new keys and values [B, G, Q, D].
+
+        Returns:
+            The keys as a view that carries the layer to the attention function, and the rows
+            [B, G, Q, D] of slots: keys and values, or rows that are both and None.
 
         Raises:
             UnsupportedError: keys and values of different shapes.
         """
-        if values is not None and keys.shape != values.shape:
+        if keys.shape != values.shape:
             raise UnsupportedError(
                 f"layer {layer.layer_idx} has keys of shape {tuple(keys.shape)} and values of "
                 f"shape {tuple(values.shape)}. h2o needs the same head dimension for both"
             )
-        return keys, values
-
-    def attach_layer(self, layer: Any, keys: Tensor, rows: Tensor) -> Tensor:
-        """Return the new keys as a view that carries the layer to the attention function."""
         # A detached view is the cheapest. If gradients are required, the view must
         # stay in the graph, so that a backward pass raises an error.
         view = keys[:] if keys.requires_grad else keys.detach()
         view.h2o_layer = layer
-        return view
+        return view, keys, values
 
     def tokens(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
@@ -75,14 +77,13 @@ class PlainVariant:
         """Output [B, Q, H, D], and the attention [B, G, Q] that the new keys received."""
         return attention(tokens, slots, layer.policy)
 
-    def step(
-        self, layer: Any, tokens: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: Any
-    ) -> Tensor:
-        """Store one token and return its output [B, 1, H, D], which may be written to `out`."""
+    def step(self, layer: Any, tokens: NewTokens, slots: ops.Slots, **rotary: Any) -> Tensor:
+        """Store one token and return its output [B, 1, H, D]."""
         query, key, value, mask, scale, softcap, sinks = tokens
+        B, H, Q, D = query.shape
         return ops.step(
             query, key, value, slots, mask=mask, scale=scale, softcap=softcap, sink_logits=sinks,
-            out=out, policy=layer.policy, **rotary,
+            out=query.new_empty(B, Q, H, D), policy=layer.policy, **rotary,
         )  # fmt: skip
 
     # ---- Between passes ----------------------------------------------------------------------
