@@ -8,10 +8,10 @@ from h2o.hf.layers import layer
 from tools.count_calls import passes
 
 BOUNDS = {
-    "prompt, heavy, recent": (233, 31),
-    "step, heavy, recent": (63, 19),
-    "prompt, budget=0.2": (375, 37),
-    "step, budget=0.2": (63, 19),
+    "prompt, heavy, recent": (228, 31),
+    "step, heavy, recent": (54, 16),
+    "prompt, budget=0.2": (370, 37),
+    "step, budget=0.2": (54, 16),
 }
 
 

@@ -293,7 +293,7 @@ def test_a_model_with_fewer_layers_whose_masks_were_made_before():
     with torch.no_grad():
         ours(ids, attention_mask=masks, **with_cache(cache))
         for _ in range(2):
-            with pytest.raises(RuntimeError, match="^1 of the cache's 2 layers have seen 20"):
+            with pytest.raises(RuntimeError, match=r"^1 of the cache's 2 layers have seen 20"):
                 ours(ids[:, :1], attention_mask=masks, **with_cache(cache))
     assert cache.layers[0].slots.seen_tokens.tolist() == [20]
 

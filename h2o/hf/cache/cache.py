@@ -303,7 +303,8 @@ class H2OCache(CacheRemoval):
             raise
         if not isinstance(layer, H2OLayer):  # transformers' own layer has stored its keys by now
             free_keys_before_window(layer)
-            guard.layer_done(layer_idx, stored=True)
+            guard.layer_stored(layer_idx)
+            guard.layer_done(layer_idx)
         return keys_and_values
 
     def _plan_unannounced(self, Q: int) -> ForwardPass:

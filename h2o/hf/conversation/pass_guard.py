@@ -218,15 +218,20 @@ class PassGuard:
         if the_pass is not None and not torch.compiler.is_compiling():
             the_pass.accesses[layer] += 1
 
-    def layer_done(self, layer: int, *, stored: bool = False) -> None:
+    def layer_stored(self, layer: int, tokens: Tensor | None = None) -> None:
+        """Record that a layer has stored its new keys. `tokens`: the number [B] that each row has
+        seen, if the layer may pin some."""
+        if (the_pass := self.current) is not None:
+            the_pass.stored.append(layer)
+            if tokens is not None and the_pass.after.waits_for_pins:
+                the_pass.check_pins(tokens)
+
+    def layer_done(self, layer: int) -> None:
         """Record that a layer is done with its new keys. The last layer that stores any commits the
-        pass, and the last one that attends to them ends it. `stored`: the layer is transformers'
-        own, so that nothing else has recorded that it has stored them (`ForwardPass.stored`)."""
+        pass, and the last one that attends to them ends it."""
         the_pass = self.current
         if the_pass is not None:
             the_pass.waiting = None
-            if stored:
-                the_pass.stored.append(layer)
             is_whole = self.only_scores or len(the_pass.stored) == len(self.counting)
             if layer == self.storing[-1] and is_whole:
                 self._commit(the_pass)

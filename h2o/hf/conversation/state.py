@@ -97,6 +97,12 @@ class CacheState(NamedTuple):
         rows = tuple(row.pinned for row in self.rows if row.pinned is not None)
         return PinnedRows(rows) if rows else NOTHING_PINNED
 
+    def next_positions(self, tokens: Sequence[int]) -> list[int | None]:
+        """The position of the next token of each row, or of the single state of all rows, after
+        `tokens` tokens in each row, or a single number for all. None: unknown."""
+        each = broadcast(tokens, self.rows)
+        return [None if row.offset is None else n + row.offset for n, row in each]
+
     def grown(self, tokens: Sequence[int], new: Sequence[int]) -> CacheState:
         """This state, with budgets for rows of `tokens` tokens now and `new` more.
 

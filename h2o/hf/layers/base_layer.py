@@ -148,16 +148,6 @@ class BaseLayer(CacheLayerMixin):
         widest = self.capacity.widest
         return slot_layout.row_bytes(self.slots, slot_layout.capacities(widest, max(widest)))
 
-    def stored(self, Q: int, mask: Tensor | None) -> None:
-        """Record that Q new columns have been stored."""
-        the_pass = self.guard.current
-        if the_pass is not None:
-            the_pass.stored.append(self.layer_idx)
-            if the_pass.after.waits_for_pins:
-                the_pass.check_pins(self.slots.seen_tokens)
-        if self.trace is not None:
-            self.trace.record(self.slots, self.capacity.sizes, Q, mask)
-
     def _raise_batch_error(self, given: int) -> None:
         """Raise ValueError because a batch of `given` rows does not fit."""
         text = f"this cache holds a batch of {self.batch_size} rows and was given {given}"

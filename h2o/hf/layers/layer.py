@@ -171,7 +171,9 @@ class H2OLayer(BaseLayer):
             out = self.variant.step(self, tokens, self.slots)
         else:
             out = self.attend_and_evict(tokens, self.slots)
-        self.stored(Q, tokens.mask)
+        self.guard.layer_stored(self.layer_idx, self.slots.seen_tokens)
+        if self.trace is not None:
+            self.trace.record(self.slots, self.capacity.sizes, Q, tokens.mask)
         return out
 
     def _attend_prompt(self, tokens: NewTokens) -> Tensor:
@@ -219,7 +221,9 @@ class H2OLayer(BaseLayer):
         )
         self.set_slots(slots, capacity)
         self.facts = self.facts._replace(raised=prompt.budget.raised, floored=prompt.budget.floored)
-        self.stored(prompt.columns, prompt.column_mask)
+        self.guard.layer_stored(self.layer_idx, slots.seen_tokens)
+        if self.trace is not None:
+            self.trace.record(slots, capacity.sizes, prompt.columns, prompt.column_mask)
 
     def attend_and_evict(self, tokens: NewTokens, slots: ops.Slots) -> Tensor:
         """Attend to the slots and the new tokens, then keep as many of both as fit the budget."""
