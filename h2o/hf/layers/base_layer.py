@@ -28,7 +28,7 @@ from h2o.hf.conversation.state import broadcast
 from h2o.hf.layers.pass_runners import EagerRunner
 from h2o.hf.layers.plain_variant import PlainVariant
 from h2o.hf.model_traits import tensor_parallel
-from h2o.hf.prompt.scorers import AttentionScorer
+from h2o.hf.prompt.echo_scorer import PromptEcho
 from h2o.quantization import dequantize, from_stored
 from h2o.spans import PINNED
 
@@ -56,7 +56,8 @@ class BaseLayer(CacheLayerMixin):
 
     - `variant` of attention: what a slot holds for each token, and how attention uses it
       (`h2o.hf.layers.plain_variant`).
-    - `scorer`: how keys are scored (`h2o.hf.prompt.scorers`).
+    - `scorer`: what makes a prompt's scores of the attention that its keys received, such as
+      `PromptEcho` (`h2o.hf.prompt.echo_scorer`). None: that attention is the score.
     - `runner`: whether later passes run in captured graphs (`h2o.hf.layers.pass_runners`).
 
     Args:
@@ -78,7 +79,7 @@ class BaseLayer(CacheLayerMixin):
         guard: PassGuard | None = None,
         *,
         variant: PlainVariant | None = None,
-        scorer: AttentionScorer | None = None,
+        scorer: PromptEcho | None = None,
         runner: EagerRunner | None = None,
         trace: bool = False,
     ) -> None:
@@ -87,7 +88,7 @@ class BaseLayer(CacheLayerMixin):
         self.layer_idx = plan.layer
         self.guard = guard or PassGuard()
         self.variant: Any = variant or PlainVariant()
-        self.scorer: Any = scorer or AttentionScorer()
+        self.scorer = scorer
         self.runner: Any = runner or EagerRunner()
         self.trace = Trace() if trace else None
         self.empty()
@@ -192,8 +193,9 @@ class BaseLayer(CacheLayerMixin):
         batch = None if slots is None else slots.scores if slots.rows is None else slots.rows
         self.batch_size = 0 if batch is None else len(batch)
         self.num_heads = 0 if slots is None else slots.next_slot.shape[1]
-        self.variant.slots_changed()
-        self.runner.slots_changed(self)
+        for changes in (self.variant, self.runner):
+            if changes.slots_changed is not None:
+                changes.slots_changed(self)
 
     # ---- For transformers --------------------------------------------------------------------
 

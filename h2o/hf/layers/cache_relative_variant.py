@@ -70,7 +70,7 @@ class CacheRelativeVariant(PlainVariant):
         by_rank = ops.Rotary(table, self._ranks)
         return super().step(layer, tokens, slots, rotary=by_rank)
 
-    def slots_changed(self) -> None:
+    def slots_changed(self, layer: Any) -> None:
         self._ranks = None
 
 

@@ -35,8 +35,9 @@ from h2o.hf.layers.base_layer import BaseLayer
 from h2o.hf.layers.crop import record_pass
 from h2o.hf.layers.slot_check import CHECKS_SLOTS, check_slots
 from h2o.hf.model_traits import tensor_parallel
+from h2o.hf.modes import Mode, check_modes
 from h2o.hf.prompt import prompt_budget
-from h2o.hf.prompt.cross_head_budget import Prompt, positions_in
+from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt, positions_in
 
 
 class H2OLayer(BaseLayer):
@@ -131,7 +132,8 @@ class H2OLayer(BaseLayer):
             dtype = query.dtype
             tokens = self.variant.tokens(self, query, key, value, call)
             if is_prompt:
-                self.facts = self.facts._replace(part=tensor_parallel.part(call.module))
+                if tensor_parallel.is_distributed():
+                    self.facts = self.facts._replace(part=tensor_parallel.part(call.module))
                 if self.plan.shares is not None:
                     self.plan.check_attention(call.module)
             if self.slots is not None and (self.config.kv_dtype is None or is_prompt):
@@ -191,21 +193,35 @@ class H2OLayer(BaseLayer):
             out, scores = self.variant.attention(self, tokens, unscored)
             keys, values, mask, echo = tokens.key, tokens.value, tokens.mask, None
             if unscored is None:
-                scores, echo = self.scorer.after_prompt(tokens, scores)
+                if self.scorer is not None:
+                    scores, echo = self.scorer.scores(tokens, scores)
             else:
                 keys, values, mask = slot_layout.join_slots_and_tokens(unscored, keys, values, mask)
                 scores = torch.cat([unscored.scores, scores], dim=2)
-            if rows.pinned:
+            if rows.pinned.rows:
                 scores = rows.pinned.score(scores, positions_in(mask, scores)[0])
             prompt = Prompt(keys, values, mask, scores, echo, rows.counts, Q, tokens.mask, budget)
-            self.scorer.store(self, prompt)
+            if the_pass.pool is None or echo is None:
+                self.store(prompt, budget.by_row)
+            else:
+                self._compete(prompt, the_pass.pool)
         except Exception:  # `attend` has changed nothing but the scores
             if unscored is not None:
                 unscored.scores.copy_(scores_before)
             raise
         return out
 
-    # ---- Called by variant, scorer and runner -------------------------------------------------
+    def _compete(self, prompt: Prompt, pool: CrossHeadBudget) -> None:
+        """Let the keys of a prompt compete with those of other layers for one budget. The last
+        layer stores the prompts of all.
+
+        Raises:
+            UnsupportedError: this process has only some of the model's heads.
+        """
+        if self.facts.part != tensor_parallel.WHOLE:
+            check_modes({Mode.TENSOR_PARALLEL, Mode.SHARED_BUDGET})
+        for layer, own, by_row in pool.take(self.layer_idx, prompt, self):
+            layer.store(own, by_row)
 
     def store(self, prompt: Prompt, by_row: Budgets) -> None:
         """Store the keys of a prompt that fit the budgets. `by_row`: see `Budgets`."""

@@ -11,6 +11,7 @@ full size from the prompt on, and the number of columns seen is a tensor.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, get_type_hints
 
 import torch
@@ -35,13 +36,12 @@ class EagerRunner:
     """Each pass runs eagerly, in slots that grow with the text."""
 
     is_compileable = False
+    slots_changed: Callable[[Any], None] | None = None
+    """Called with the layer after its slots were replaced; None: there is nothing to do"""
 
     def capacities(self, widest: list[int], tokens: int) -> list[int]:
         """Number of slots per head (or for all heads) for these budgets and rows of `tokens`."""
         return slot_layout.capacities(widest, tokens)
-
-    def slots_changed(self, layer: Any) -> None:
-        """Called after the layer's slots were replaced."""
 
 
 class CapturedRunner(EagerRunner):

@@ -30,8 +30,10 @@ class PlainVariant:
     """Later layers of the model that attend to the layer's keys in the same pass"""
     end_call: Callable[[], None] | None = None
     """Discards the state of one attention call, if there is any"""
+    slots_changed: Callable[[Any], None] | None = None
+    """Called with the layer after its slots were replaced; None: there is nothing to do"""
     centers_keys = True
-    """Whether slots for quantized keys get offsets. Known once the layer has tokens"""
+    """Whether slots get offsets if keys are quantized. Known once the layer has tokens"""
 
     # ---- In a forward pass, in this order ----------------------------------------------------
 
@@ -66,7 +68,8 @@ class PlainVariant:
         Raises:
             UnsupportedError: the layer does not support the call.
         """
-        if layer.slots is None or layer.guard.state.unscored:
+        is_first = layer.slots is None or layer.guard.state.unscored
+        if is_first and layer.config.kv_dtype is not None:
             self.centers_keys = should_center(key, call.softcap, call.sink_logits)
         sinks = call.sink_logits if call.sink_logits is None else as_operand(call.sink_logits)
         return NewTokens(query, key, value, call.mask, call.scale, call.softcap, sinks)
@@ -90,9 +93,6 @@ class PlainVariant:
 
     def forget(self) -> None:
         """Discard the state of the forward pass under way."""
-
-    def slots_changed(self) -> None:
-        """Called after the layer's slots were replaced."""
 
     def unpack_rows(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Convert rows [B, G, S, D] of slots back to the model's keys and values."""
