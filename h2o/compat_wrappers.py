@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import traceback
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -85,9 +86,9 @@ ADAPTED = ("base_layer", "original_module", "token_adapter")
 """Attributes in which PEFT's layers hold the layer that they replaced."""
 
 
-def has_adapters(module: nn.Module) -> bool:
-    """Whether a module is a PEFT layer, which wraps another one."""
-    return hasattr(type(module), "adapter_layer_names")
+def adapter_layers(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Those of some modules, by name, that are PEFT layers, which wrap another one."""
+    return {name: x for name, x in modules.items() if hasattr(type(x), "adapter_layer_names")}
 
 
 def adapter_fields(layer: Any) -> set[str]:

@@ -177,7 +177,7 @@ class CacheInspection(Cache):
     def _budget_tokens(self) -> int:
         """Tokens of the longest row that the budget is a fraction of; 0 for a budget in tokens and
         before the prompt."""
-        if not any(plan.needs_prompt_length for plan in self.guard.plans.values()):
+        if not self.guard.needs_prompt_length:
             return 0
         return max(row.counted for row in self.guard.state.rows)
 

@@ -84,6 +84,10 @@ class PassGuard:
         if prompt_length is not None:
             prompt_length = check_prompt_length(prompt_length)
         self.plans: Mapping[int, LayerPlan] = plans or {}
+        self.needs_prompt_length = any(x.needs_prompt_length for x in self.plans.values())
+        """Whether any budget is a fraction"""
+        self.grows = any(plan.grows for plan in self.plans.values())
+        """Whether any budget follows the text"""
         self.makes_pool = makes_pool
         self.kinds = kinds
         self.storing = [index for index, kind in enumerate(kinds) if kind != "none"]

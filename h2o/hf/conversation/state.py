@@ -212,14 +212,13 @@ class NewColumns(NamedTuple):
             if self.mask is not None:
                 positions = positions.masked_fill(~is_token.to(positions.device), -1)
             ends = positions.amax(-1).tolist()
-        rows = [
-            (row._replace(padding=row.padding + self.Q - n), before, n, column, end)
-            for row, before, n, column, end in broadcast(before.rows, tokens, new, last, ends)
-        ]
-        return merge(
-            row._replace(offset=end + 1 - before - n, counts_columns=end == column) if n else row
-            for row, before, n, column, end in rows
-        )
+        rows = []
+        for row, earlier, n, column, end in broadcast(before.rows, tokens, new, last, ends):
+            row = row._replace(padding=row.padding + self.Q - n)
+            if n:
+                row = row._replace(offset=end + 1 - earlier - n, counts_columns=end == column)
+            rows.append(row)
+        return merge(rows)
 
 
 def grows_at(rows: Iterable[RowState]) -> int:

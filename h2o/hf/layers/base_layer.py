@@ -86,7 +86,7 @@ class BaseLayer(CacheLayerMixin):
         super().__init__()
         self.plan, self.config, self.policy = plan, plan.config, plan.policy
         self.layer_idx = plan.layer
-        self.guard = guard or PassGuard()
+        self.guard = guard or PassGuard(plans={plan.layer: plan})
         self.variant: Any = variant or PlainVariant()
         self.scorer = scorer
         self.runner: Any = runner or EagerRunner()

@@ -185,7 +185,7 @@ class H2OLayer(BaseLayer):
         assert the_pass is not None
         if the_pass.prompt is None:  # this is the first layer
             before = None if unscored is None else unscored.seen_tokens
-            prompt_budget.begin_prompt(self.guard, self.plan, tokens.mask, (B, Q), before, size)
+            prompt_budget.begin_prompt(self.guard, tokens.mask, (B, Q), before, size)
         rows = the_pass.prompt
         budget = rows.budget(self.plan, G, self.facts.part, size)
         scores_before = None if unscored is None else unscored.scores.clone()

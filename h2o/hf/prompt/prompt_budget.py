@@ -87,7 +87,6 @@ class PromptRows:
 
 def begin_prompt(
     guard: PassGuard,
-    plan: LayerPlan,
     mask: Tensor | None,
     shape: tuple[int, int],
     before: Tensor | None,
@@ -98,7 +97,6 @@ def begin_prompt(
 
     Args:
         guard: the guard of the cache.
-        plan: plan of the calling layer, used if the guard has no plans.
         mask, shape: mask of the first forward pass, [B, Q] bool or None, and (B, Q).
         before: tokens of each row that came from a DynamicCache, [B]; None: no such tokens.
         row_size: as for `PromptRows.budget`.
@@ -120,25 +118,23 @@ def begin_prompt(
                 "from_dynamic_cache, so no attention says which of its keys to keep: give each row "
                 "at least one token in this pass, or a cache of its own"
             )
-    by_length = [x for x in guard.plans.values() or [plan] if x.needs_prompt_length]
-    given = the_pass.before.prompts
-    counts = [Q] * B
+    given, by_length, counts = the_pass.before.prompts, guard.needs_prompt_length, [Q] * B
     # Counting the mask's tokens waits for a GPU, so do it there only if budgets or pins need the
     # counts. Q is an upper bound, which is enough to size the slots.
     if mask is not None and (mask.is_cpu or (by_length and given is None) or guard.pins):
         counts = mask.sum(1).tolist()
-    earlier = [0] * B if before is None else before.tolist()
-    counts, chunked = _add(counts, earlier), the_pass.chunked_lengths
-    if given is None and chunked is None and (by_length or guard.pins.needs_prompt_length):
-        chunked = _chunked_lengths(guard, B, Q)
-        chunked = None if chunked is None else _add(chunked, earlier)
+    chunked = the_pass.chunked_lengths
+    finds = given is None and chunked is None and (by_length or guard.pins.needs_prompt_length)
+    found = _chunked_lengths(guard, B, Q) if finds else None
+    if before is not None:
+        earlier = before.tolist()
+        counts, found = _add(counts, earlier), found and _add(found, earlier)
+    chunked = chunked if found is None else found
     lengths = prompt_lengths(given, chunked or counts)
     pinned = resolve_pins(guard, lengths, mask, Q, row_size)
     the_pass.begin_prompt(
         PromptRows(counts, lengths, pinned),
-        state_after_prompt(
-            the_pass.after, counts, lengths, pinned, chunked, grows=any(x.grows for x in by_length)
-        ),
+        state_after_prompt(the_pass.after, counts, lengths, pinned, chunked, grows=guard.grows),
     )
 
 
@@ -244,8 +240,10 @@ def state_after_prompt(
     each = broadcast(state.rows, counts, lengths, pinned.rows or [None])
     last, columns = state.last_pass, state.columns
     rows = merge(
-        row._replace(prompt=n, counted=n, padding=columns - count, pinned=spans)
-        for row, count, n, spans in each
+        [
+            row._replace(prompt=n, counted=n, padding=columns - count, pinned=spans)
+            for row, count, n, spans in each
+        ]
     )
     return state._replace(
         longest=max(counts),
@@ -296,11 +294,10 @@ def check_late_rows(guard: PassGuard, tokens: list[int], mask: Tensor) -> None:
         ValueError: the budget or the scores of such a row would not be those that it has alone.
     """
     has_echo = any(plan.config.score_by == "mean-echo" for plan in guard.plans.values())
-    by_length = any(plan.needs_prompt_length for plan in guard.plans.values())
     for row, (before, new) in enumerate(broadcast(tokens, mask.bool().sum(1).tolist())):
         prompt = guard.state.row(row).prompt or 0
         is_late = before == 0 and new > 0 and max(prompt, new) > 1
-        if is_late and (has_echo or (by_length and not prompt)):
+        if is_late and (has_echo or (guard.needs_prompt_length and not prompt)):
             least = guard.state.columns + int(mask[row].bool().long().argmax()) + 1
             reason = (
                 'score_by="mean-echo" scores prompts in that pass'
