@@ -8,9 +8,9 @@ from h2o.hf.layers import layer
 from tools.count_calls import passes
 
 BOUNDS = {
-    "prompt, heavy, recent": (189, 30),
+    "prompt, heavy, recent": (183, 30),
     "step, heavy, recent": (54, 16),
-    "prompt, budget=0.2": (318, 36),
+    "prompt, budget=0.2": (302, 36),
     "step, budget=0.2": (54, 16),
 }
 

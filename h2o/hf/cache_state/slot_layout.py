@@ -39,6 +39,19 @@ class Capacity:
         self.tokens: float = min([size - 1 for size, k in pairs if size <= k], default=math.inf)
         """Largest row length for which one more token fits."""
 
+    @classmethod
+    def of(
+        cls,
+        by_row: Budgets,
+        sinks: int,
+        tokens: int,
+        capacities: Callable[[list[int], int], list[int]],
+    ) -> Capacity:
+        """Capacity for these budgets and rows of `tokens` tokens, with as many slots as a runner's
+        `capacities` says."""
+        widest = widest_budgets(by_row, sinks)
+        return cls(widest, capacities(widest, tokens))
+
     def larger(self, tokens: int) -> Capacity:
         """Capacity for rows of `tokens` tokens, the next token and a reserve.
 

@@ -185,7 +185,9 @@ class H2OLayer(BaseLayer):
         assert the_pass is not None
         if the_pass.prompt is None:  # this is the first layer
             before = None if unscored is None else unscored.seen_tokens
-            prompt_budget.begin_prompt(self.guard, tokens.mask, (B, Q), before, size)
+            prompt_budget.begin_prompt(
+                self.guard, tokens.mask, (B, Q), before, size, self.runner.capacities
+            )
         rows = the_pass.prompt
         budget = rows.budget(self.plan, G, self.facts.part, size)
         scores_before = None if unscored is None else unscored.scores.clone()
@@ -225,8 +227,10 @@ class H2OLayer(BaseLayer):
 
     def store(self, prompt: Prompt, by_row: Budgets) -> None:
         """Store the keys of a prompt that fit the budgets. `by_row`: see `Budgets`."""
-        widest, tokens = slot_layout.widest_budgets(by_row, self.config.sinks), max(prompt.counts)
-        capacity = Capacity(widest, self.runner.capacities(widest, tokens))
+        capacity = prompt.budget.capacity
+        if capacity is None or by_row is not prompt.budget.by_row:
+            sinks, tokens = self.config.sinks, max(prompt.counts)
+            capacity = Capacity.of(by_row, sinks, tokens, self.runner.capacities)
         slots = slot_layout.create_slots(
             prompt.keys, capacity.sizes, by_row, value_weighted=self.config.value_weighted,
             kv_dtype=self.config.kv_dtype, shared=not self.variant.has_values,

@@ -17,7 +17,7 @@ from h2o.budgets import UNLIMITED, next_growth
 from h2o.compat_calls import chunks_of_prompt
 from h2o.config.head_budgets import expand_to_heads, make_room
 from h2o.config.layer_plan import LayerPlan
-from h2o.hf.cache_state.slot_layout import Budgets
+from h2o.hf.cache_state.slot_layout import Budgets, Capacity
 from h2o.hf.conversation.pass_guard import PassGuard
 from h2o.hf.conversation.pins import NOTHING_PINNED, PinnedRows
 from h2o.hf.conversation.state import CacheState, broadcast, grows_at, merge
@@ -38,6 +38,8 @@ class PromptBudget(NamedTuple):
     """Whether a fraction came to less than one token in some row, and was raised to one"""
     floored: bool = False
     """Whether `min_tokens` gave some head of some row more keys than its fraction"""
+    capacity: Capacity | None = None
+    """Slots for these budgets, if layers share them. None: each computes its own"""
 
 
 class PromptRows:
@@ -47,10 +49,18 @@ class PromptRows:
         counts: tokens of each row in the first forward pass, with those of a DynamicCache.
         lengths: tokens of each row in the whole prompt.
         pinned: pinned positions of each row.
+        capacities: the method of the layers' runners. None: no slots are made.
     """
 
-    def __init__(self, counts: list[int], lengths: list[int], pinned: PinnedRows) -> None:
+    def __init__(
+        self,
+        counts: list[int],
+        lengths: list[int],
+        pinned: PinnedRows,
+        capacities: Callable[[list[int], int], list[int]] | None = None,
+    ) -> None:
         self.counts, self.lengths, self.pinned = counts, lengths, pinned
+        self._capacities = capacities
         self._budgets: dict[Any, PromptBudget] = {}
 
     def budget(
@@ -78,11 +88,14 @@ class PromptRows:
     def _compute(self, plan: LayerPlan, heads: int, part: tuple[int, int]) -> PromptBudget:
         lengths, pinned = self.lengths, self.pinned.counts(len(self.lengths), plan.sinks)
         by_row = expand_to_heads(budgets_by_row(plan, lengths, pinned), heads, part)
-        if not plan.needs_prompt_length:
-            return PromptBudget(by_row, pinned)
-        given = sorted({n for n in lengths if n})
-        raised, floored = any(map(plan.is_rounded_up, given)), any(map(plan.is_floored, given))
-        return PromptBudget(by_row, pinned, raised, floored)
+        raised = floored = False
+        if plan.needs_prompt_length:
+            given = {*lengths} - {0}
+            raised, floored = any(map(plan.is_rounded_up, given)), any(map(plan.is_floored, given))
+        capacity = None
+        if self._capacities is not None:
+            capacity = Capacity.of(by_row, plan.sinks, max(self.counts), self._capacities)
+        return PromptBudget(by_row, pinned, raised, floored, capacity)
 
 
 def begin_prompt(
@@ -91,6 +104,7 @@ def begin_prompt(
     shape: tuple[int, int],
     before: Tensor | None,
     row_size: RowSize,
+    capacities: Callable[[list[int], int], list[int]],
 ) -> None:
     """Find out the prompt of the forward pass under way, in its first layer, before any layer
     stores a key. The state after the pass gets its lengths and pins.
@@ -99,7 +113,7 @@ def begin_prompt(
         guard: the guard of the cache.
         mask, shape: mask of the first forward pass, [B, Q] bool or None, and (B, Q).
         before: tokens of each row that came from a DynamicCache, [B]; None: no such tokens.
-        row_size: as for `PromptRows.budget`.
+        row_size, capacities: as for `PromptRows`.
 
     Raises:
         ValueError: the prompt comes in chunks, its length is neither given nor known to generate(),
@@ -133,7 +147,7 @@ def begin_prompt(
     lengths = prompt_lengths(given, chunked or counts)
     pinned = resolve_pins(guard, lengths, mask, Q, row_size)
     the_pass.begin_prompt(
-        PromptRows(counts, lengths, pinned),
+        PromptRows(counts, lengths, pinned, capacities),
         state_after_prompt(the_pass.after, counts, lengths, pinned, chunked, grows=guard.grows),
     )
 
