@@ -8,10 +8,10 @@ from h2o.hf.layers import layer
 from tools.count_calls import passes
 
 BOUNDS = {
-    "prompt, heavy, recent": (183, 30),
-    "step, heavy, recent": (54, 16),
-    "prompt, budget=0.2": (302, 36),
-    "step, budget=0.2": (54, 16),
+    "prompt, heavy, recent": (183, 29),
+    "step, heavy, recent": (54, 15),
+    "prompt, budget=0.2": (302, 35),
+    "step, budget=0.2": (54, 15),
 }
 
 
