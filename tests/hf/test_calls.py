@@ -8,9 +8,9 @@ from h2o.hf.layers import layer
 from tools.count_calls import passes
 
 BOUNDS = {
-    "prompt, heavy, recent": (179, 29),
+    "prompt, heavy, recent": (177, 29),
     "step, heavy, recent": (54, 15),
-    "prompt, budget=0.2": (296, 35),
+    "prompt, budget=0.2": (294, 35),
     "step, budget=0.2": (54, 15),
 }
 
