@@ -379,11 +379,17 @@ static int check_policy(const h2o_policy *policy, h2o_error *error) {
     return H2O_OK;
 }
 
-/* "34 (int8) or 20 (int4)": the bytes of each quantized row type that can hold D elements. */
-static const char *rows_text(int64_t D, char text[100]) {
+/* Whether rows of a quantized type may be those of keys, of values, or of both. */
+static bool may_hold(h2o_dtype stored, bool keys, bool values) {
+    return (!keys || h2o_row_quantizes_keys(stored)) &&
+           (!values || h2o_row_quantizes_values(stored));
+}
+
+/* "34 (int8) or 18 (int4)": the bytes of each such type that can hold D elements. */
+static const char *rows_text(bool keys, bool values, int64_t D, char text[100]) {
     size_t used = 0;
 #define ROW(name, ...)                                                                             \
-    if (h2o_row_bytes(H2O_##name, D) > 0) {                                                        \
+    if (may_hold(H2O_##name, keys, values) && h2o_row_bytes(H2O_##name, D) > 0) {                  \
         used += (size_t)snprintf(text + used, 100 - used, "%s%" PRId64 " (%s)",                    \
                                  used > 0 ? " or " : "", h2o_row_bytes(H2O_##name, D),             \
                                  h2o_dtype_name(H2O_##name));                                      \
@@ -396,18 +402,22 @@ static const char *rows_text(int64_t D, char text[100]) {
 int h2o_check_rows(const h2o_view *keys, const h2o_view *values, const h2o_view *offsets, int64_t D,
                    h2o_error *error) {
     const h2o_view *const views[] = {keys, values};
+    const bool is_shared =
+        values->data == keys->data && keys->data; /* fake tensors have no memory */
     for (int i = 0; i < 2; i++) {
         const h2o_view *const view = views[i];
+        const bool of_keys = i == 0 || is_shared, of_values = i == 1 || is_shared;
         if (view->dtype == H2O_U8 && view->shape[view->ndim - 1] == D) {
             return h2o_fail(error, H2O_ETYPE,
                             "%s: has dtype %s, wanted floats like the query, or quantized rows",
                             view->name, h2o_dtype_name(view->dtype));
         }
-        if (view->dtype == H2O_U8 && h2o_stored_type(view, D) == H2O_NONE) {
+        if (view->dtype == H2O_U8 && !may_hold(h2o_stored_type(view, D), of_keys, of_values)) {
             char wanted[100];
             return h2o_fail(error, H2O_EVALUE,
                             "%s: has rows of %" PRId64 " bytes, wanted %s for %" PRId64 " elements",
-                            view->name, view->shape[view->ndim - 1], rows_text(D, wanted), D);
+                            view->name, view->shape[view->ndim - 1],
+                            rows_text(of_keys, of_values, D, wanted), D);
         }
     }
     if ((keys->dtype == H2O_U8) != (values->dtype == H2O_U8)) {
@@ -415,8 +425,6 @@ int h2o_check_rows(const h2o_view *keys, const h2o_view *values, const h2o_view 
             error, H2O_ETYPE, "%s: has dtype %s and %s has %s, wanted both quantized or neither",
             keys->name, h2o_dtype_name(keys->dtype), values->name, h2o_dtype_name(values->dtype));
     }
-    const bool is_shared =
-        values->data == keys->data && keys->data; /* fake tensors have no memory */
     if (h2o_given(offsets) && (keys->dtype != H2O_U8 || is_shared)) {
         return h2o_fail(error, H2O_EVALUE, "%s: is given, but %s %s", offsets->name, keys->name,
                         keys->dtype != H2O_U8 ? "is not quantized" : "has no values beside it");

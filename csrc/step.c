@@ -37,17 +37,6 @@ static int check_rotary(const h2o_rotary *rotary, const h2o_dims *dims, h2o_erro
     return H2O_OK;
 }
 
-/* Checks that the keys are of a type that the step can rotate. */
-static int check_rotated(const h2o_rotary *rotary, const h2o_view *keys, int64_t D,
-                         h2o_error *error) {
-    const h2o_dtype stored = h2o_stored_type(keys, D);
-    if (h2o_given(&rotary->table) && !h2o_row_rotates(stored)) {
-        return h2o_fail(error, H2O_ETYPE, "%s: has %s rows, which rotary cannot rotate; use int8",
-                        keys->name, h2o_dtype_name(stored));
-    }
-    return H2O_OK;
-}
-
 static int check_step(void *parameters, h2o_error *error) {
     h2o_step_params *const params = parameters;
     const h2o_rotary *const rotary = &params->rotary;
@@ -57,8 +46,7 @@ static int check_step(void *parameters, h2o_error *error) {
         (status = h2o_share_values(&params->value, &params->key, &params->slots, error)) ||
         (status = h2o_check_rows(&params->slots.keys, &params->slots.values, &params->slots.offsets,
                                  params->dims.D, error)) ||
-        (status = check_rotary(rotary, &params->dims, error)) ||
-        (status = check_rotated(rotary, &params->slots.keys, params->dims.D, error))) {
+        (status = check_rotary(rotary, &params->dims, error))) {
         return status;
     }
     params->dims.Q = 1;

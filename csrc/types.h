@@ -26,16 +26,22 @@
     X(I64, "int64", 8)                                                                             \
     X(U8, "bool or uint8", 1) /* masks, where 0 is padding; rows of a quantized store */           \
     X(Q8, "int8", 1)          /* not a tensor's dtype: rows of D elements in bytes, ... */         \
-    X(Q4, "int4", 1)          /* ... see quantize.h */
+    X(S4, "int4", 1)          /* ... see quantize.h */                                             \
+    X(Q4, "int4", 1)
 
-/* X(name, elements of a group, bytes of a group, bytes of the row's scale, whether it rotates)
+/* X(name, elements of a group, bytes of a group, bytes of the row's scale)
  *
  * A row consists of whole groups. The bytes of a group include its own scale and minimum, if any,
  * even if these lie behind all elements of the row. The scale of a whole row is an f16 in its last
- * 2 bytes, and a dot product may be multiplied by it at the end. Keys can be kept with
- * cache-relative positions (h2o_rotary) if rows of their type rotate. */
-#define H2O_FLOAT_ROWS(X) X(F32, 1, 4, 0, true) X(F16, 1, 2, 0, true) X(BF16, 1, 2, 0, true)
-#define H2O_QUANTIZED_ROWS(X) X(Q8, 1, 1, 2, true) X(Q4, H2O_GROUP, H2O_GROUP / 2 + 4, 0, false)
+ * 2 bytes, and a dot product may be multiplied by it at the end. All rows of keys that are
+ * quantized have one. */
+#define H2O_FLOAT_ROWS(X) X(F32, 1, 4, 0) X(F16, 1, 2, 0) X(BF16, 1, 2, 0)
+#define H2O_Q8_ROWS(X) X(Q8, 1, 1, 2)
+#define H2O_S4_ROWS(X) X(S4, H2O_GROUP, H2O_GROUP / 2, 2)
+#define H2O_Q4_ROWS(X) X(Q4, H2O_GROUP, H2O_GROUP / 2 + 4, 0)
+#define H2O_QUANTIZED_KEYS(X) H2O_Q8_ROWS(X) H2O_S4_ROWS(X)
+#define H2O_QUANTIZED_VALUES(X) H2O_Q8_ROWS(X) H2O_Q4_ROWS(X)
+#define H2O_QUANTIZED_ROWS(X) H2O_QUANTIZED_KEYS(X) H2O_Q4_ROWS(X)
 #define H2O_ROWS(X) H2O_FLOAT_ROWS(X) H2O_QUANTIZED_ROWS(X)
 
 enum {
@@ -67,7 +73,7 @@ H2O_INLINE const char *h2o_dtype_name(h2o_dtype dtype) {
 
 /* Bytes of a stored row of D elements; 0 if no such row exists. */
 H2O_INLINE int64_t h2o_row_bytes(h2o_dtype stored, int64_t D) {
-#define H2O_BYTES(name, group, bytes, scale, rotates)                                              \
+#define H2O_BYTES(name, group, bytes, scale)                                                       \
     case H2O_##name:                                                                               \
         return D % (group) ? 0 : D / (group) * (bytes) + (scale);
     switch (stored) {
@@ -80,26 +86,29 @@ H2O_INLINE int64_t h2o_row_bytes(h2o_dtype stored, int64_t D) {
 
 /* Whether a row ends with a scale for all of its elements. */
 H2O_INLINE bool h2o_row_has_scale(h2o_dtype stored) {
-#define H2O_SCALE(name, group, bytes, scale, rotates) || ((scale) > 0 && stored == H2O_##name)
+#define H2O_SCALE(name, group, bytes, scale) || ((scale) > 0 && stored == H2O_##name)
     return false H2O_ROWS(H2O_SCALE);
 #undef H2O_SCALE
 }
 
 H2O_INLINE bool h2o_row_is_quantized(h2o_dtype stored) {
-#define H2O_IS(name, group, bytes, scale, rotates) || stored == H2O_##name
+#define H2O_IS(name, ...) || stored == H2O_##name
     return false H2O_QUANTIZED_ROWS(H2O_IS);
-#undef H2O_IS
 }
 
-H2O_INLINE bool h2o_row_rotates(h2o_dtype stored) {
-#define H2O_ROTATES(name, group, bytes, scale, rotates) || ((rotates) && stored == H2O_##name)
-    return false H2O_ROWS(H2O_ROTATES);
-#undef H2O_ROTATES
+/* Whether a type is one of quantized keys, and one of quantized values. */
+H2O_INLINE bool h2o_row_quantizes_keys(h2o_dtype stored) {
+    return false H2O_QUANTIZED_KEYS(H2O_IS);
+}
+
+H2O_INLINE bool h2o_row_quantizes_values(h2o_dtype stored) {
+    return false H2O_QUANTIZED_VALUES(H2O_IS);
+#undef H2O_IS
 }
 
 /* The quantized type whose rows of D elements have this many bytes, or H2O_NONE. */
 H2O_INLINE h2o_dtype h2o_row_type(int64_t bytes, int64_t D) {
-#define H2O_HAS(name, group, bytes_, scale, rotates)                                               \
+#define H2O_HAS(name, ...)                                                                         \
     if (bytes == h2o_row_bytes(H2O_##name, D)) return H2O_##name;
     H2O_QUANTIZED_ROWS(H2O_HAS)
 #undef H2O_HAS

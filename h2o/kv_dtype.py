@@ -30,17 +30,7 @@ def stored_bytes(kv_dtype: str | None, D: int) -> tuple[int, int] | None:
             f'kv_dtype="{kv_dtype}" needs a head dimension that is a multiple of 32, not {D}; '
             'use "int8"'
         )
-    four_bits = D // 2 + D // 8
-    return (D + 2 if kv_dtype == "int8-int4" else four_bits), four_bits
-
-
-def check_positions(kv_dtype: str | None, positions: str) -> None:
-    """Raise ValueError if keys would have to be rotated as they are read, and cannot be."""
-    if kv_dtype == "int4" and positions == "cache_relative":
-        raise ValueError(
-            'kv_dtype="int4" cannot be combined with positions="cache_relative": keys in four bits '
-            'cannot be rotated as they are read. Use kv_dtype="int8-int4"'
-        )
+    return (D + 2 if kv_dtype == "int8-int4" else D // 2 + 2), D // 2 + D // 8
 
 
 def has_four_bit_values(kv_dtype: str | None) -> bool:

@@ -1,10 +1,11 @@
 """Quantization of keys and values, in plain torch.
 
 The rows equal those of the C core (`csrc/cpu/stored_rows.h`) bit for bit. Keys and values of eight
-bits are quantized symmetrically per token, those of four bits asymmetrically in groups: compare Liu
-et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", ICML 2024.
+bits and keys of four bits are quantized symmetrically per token, values of four bits asymmetrically
+in groups: compare Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", ICML
+2024.
 
-All elements of a key in eight bits share a scale. If some elements lie around a constant far from
+All elements of a key share a scale. If some elements lie around a constant far from
 0, as a bias makes them in Qwen2 and Qwen2.5, the others would be lost. An offset is therefore
 subtracted from the keys of a head before they are quantized. Compare Zhang et al., "SageAttention:
 Accurate 8-Bit Attention for Plug-and-play Inference Acceleration", ICLR 2025, which subtracts the
@@ -115,33 +116,58 @@ _matrices: dict[tuple[int, torch.device], Tensor] = {}
 """The results of `_hadamard_matrix`"""
 
 
-def quantize(x: Tensor, bits: int) -> Tensor:
-    """Quantize x [n, D] to rows [n, bytes] uint8.
+def quantize(x: Tensor, size: int) -> Tensor:
+    """Quantize x [..., D] to rows [..., size] uint8. The size chooses the format:
 
-    With 8 bits a row is D signed bytes q and a float16 scale, and x is about q * scale. With 4 bits
-    it has 16 bytes for each group of 32 elements, where byte j holds element j in its low half and
-    element j + 16 in its high half, followed by the float16 scale and minimum of each group, and x
-    is about minimum + q * scale. Scales are rounded up and minima down, q to nearest with ties to
-    even, all computed in float32. An element that is not finite makes the scale NaN.
+    - D + 2: keys or values in 8 bits. D signed bytes q, then a float16 scale; x is about q * scale.
+    - D/2 + 2: keys in 4 bits. 16 bytes for each group of 32 elements, where byte j holds element j
+      in its low half and element j + 16 in its high half. A half n stands for q = 16 n - 120. Then
+      a float16 scale; x is about q * scale. So 16 intervals divide the range of a row evenly, and
+      an element becomes the middle of its interval.
+    - D/2 + D/8: values in 4 bits. The same halves, then a float16 scale and minimum of each group;
+      x is about minimum + n * scale.
+
+    Scales are rounded up and minima down, q and n to nearest with ties to even, all computed in
+    float32. An element that is not finite makes the scale NaN.
+
+    Raises: ValueError for another size, or if D is not a multiple of 32 for one with 4 bits.
     """
-    bits = check_choice("bits", bits, (4, 8))
-    x = x.float()
-    if bits == 8:
-        scale = _float16(_divide(x.abs().amax(-1, keepdim=True), 127), up=True, finite=_finite(x))
-        q = _ratio(x, scale).clamp(-127, 127).to(torch.int8)
-        return torch.cat([q.view(torch.uint8), scale.view(torch.uint8)], dim=-1)
-    n, D = x.shape
-    groups = x.view(n, D // 32, 32)
+    D, x = x.shape[-1], x.float()
+    formats = {D + 2: _to_bytes}
+    if D % 32 == 0:
+        formats |= {D // 2 + 2: _keys_to_halves, D // 2 + D // 8: _values_to_halves}
+    return formats[check_choice("size", size, tuple(formats))](x)
+
+
+def _to_bytes(x: Tensor) -> Tensor:
+    scale = _float16(_divide(_most(x), 127), up=True, finite=_finite(x))
+    q = _ratio(x, scale).round().clamp(-127, 127).to(torch.int8)
+    return torch.cat([q.view(torch.uint8), scale.view(torch.uint8)], dim=-1)
+
+
+def _keys_to_halves(x: Tensor) -> Tensor:
+    scale = _float16(_divide(_most(x), 128), up=True, finite=_finite(x))
+    n = (_ratio(x, 16 * scale.float()) + 7.5).round().clamp(0, 15)
+    n = torch.where(scale > 0, n, 0).to(torch.uint8)
+    return torch.cat([_pairs(n.unflatten(-1, (-1, 32))), scale.view(torch.uint8)], dim=-1)
+
+
+def _values_to_halves(x: Tensor) -> Tensor:
+    groups = x.unflatten(-1, (-1, 32))
     finite = _finite(groups)
     least = _float16(groups.amin(-1, keepdim=True), up=False, finite=None)
     least = least.masked_fill(~finite, 0)
     width = _divide(groups.amax(-1, keepdim=True) - least.float(), 15).clamp(min=0)
     scale = _float16(width, up=True, finite=finite)
-    q = _ratio(groups - least.float(), scale).clamp(0, 15).to(torch.uint8)
-    nibbles = (q[..., :16] | q[..., 16:] << 4).view(n, D // 2)
+    n = _ratio(groups - least.float(), scale).round().clamp(0, 15).to(torch.uint8)
     # As bytes, because autocast on a CPU does not concatenate float16.
     numbers = torch.cat([scale.view(torch.uint8), least.view(torch.uint8)], -1)
-    return torch.cat([nibbles, numbers.view(n, -1)], -1)
+    return torch.cat([_pairs(n), numbers.flatten(-2)], -1)
+
+
+def _pairs(n: Tensor) -> Tensor:
+    """Bytes [..., D / 2] from the numbers [..., D / 32, 32] of their halves."""
+    return (n[..., :16] | n[..., 16:] << 4).flatten(-2)
 
 
 def dequantize(rows: Tensor, D: int) -> Tensor:
@@ -152,13 +178,19 @@ def dequantize(rows: Tensor, D: int) -> Tensor:
 
 def codes(rows: Tensor, D: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """Split rows [..., bytes] into codes [..., N, D / N], int8 or uint8, and scales and minima
-    [..., N, 1], float32, for N groups that share a scale. Minima are None with 8 bits."""
+    [..., N, 1], float32, for N groups that share a scale. Minima are None for keys, and for values
+    of 8 bits."""
     if rows.shape[-1] == D + 2:
         scale = _copy(rows[..., D:]).view(torch.float16).float()
         return rows[..., None, :D].view(torch.int8), scale[..., None], None
-    numbers = _copy(rows[..., D // 2 :]).view(torch.float16).float().unflatten(-1, (D // 32, 2))
-    nibbles = rows[..., : D // 2].unflatten(-1, (D // 32, 16))
-    return torch.cat([nibbles & 15, nibbles >> 4], -1), numbers[..., :1], numbers[..., 1:]
+    pairs = rows[..., : D // 2].unflatten(-1, (D // 32, 16))
+    n = torch.cat([pairs & 15, pairs >> 4], -1)
+    numbers = _copy(rows[..., D // 2 :]).view(torch.float16).float()
+    if numbers.shape[-1] == 1:
+        q = (16 * n.to(torch.int16) - 120).to(torch.int8)
+        return q.flatten(-2)[..., None, :], numbers[..., None], None
+    numbers = numbers.unflatten(-1, (D // 32, 2))
+    return n, numbers[..., :1], numbers[..., 1:]
 
 
 def floats(q: Tensor, scale: Tensor, least: Tensor | None) -> Tensor:
@@ -169,7 +201,7 @@ def floats(q: Tensor, scale: Tensor, least: Tensor | None) -> Tensor:
 
 def stored_like(x: Tensor, rows: Tensor) -> Tensor:
     """Convert x [..., D] to the format of stored `rows`: floats [..., D] or [..., bytes]."""
-    return x.to(rows.dtype) if rows.dtype != torch.uint8 else _to_bytes(x, rows.shape[-1])
+    return x.to(rows.dtype) if rows.dtype != torch.uint8 else quantize(x, rows.shape[-1])
 
 
 def round_to_bytes(
@@ -178,21 +210,19 @@ def round_to_bytes(
     """Round keys and values [B, G, n, D] as slots with `sizes` bytes per key and value and these
     offsets [B, G, D] would. Values may be None."""
     D, (keys, values) = keys.shape[-1], to_stored(keys, values, offsets)
-    keys = dequantize(_to_bytes(keys, sizes[0]), D)
+    keys = dequantize(quantize(keys, sizes[0]), D)
     if values is not None:
-        values = dequantize(_to_bytes(values, sizes[1]), D)
+        values = dequantize(quantize(values, sizes[1]), D)
     return from_stored(keys, values, None if offsets is None else offsets[:, :, None])
-
-
-def _to_bytes(x: Tensor, size: int) -> Tensor:
-    """Quantize x [..., D] to rows of `size` bytes."""
-    D = x.shape[-1]
-    return quantize(x.reshape(-1, D), 8 if size == D + 2 else 4).view(*x.shape[:-1], -1)
 
 
 def _copy(rows: Tensor) -> Tensor:
     """Copy into contiguous memory, so that the copy can be viewed as another dtype."""
     return rows.clone(memory_format=torch.contiguous_format)
+
+
+def _most(x: Tensor) -> Tensor:
+    return x.abs().amax(-1, keepdim=True)
 
 
 def _finite(x: Tensor) -> Tensor:
@@ -220,6 +250,6 @@ def _divide(x: Tensor, number: float) -> Tensor:
 
 
 def _ratio(x: Tensor, scale: Tensor) -> Tensor:
-    """x / scale, rounded to an integer; 0 where the scale is 0 or NaN."""
+    """x / scale; 0 where the scale is 0 or NaN."""
     usable = scale.float() > 0
-    return torch.where(usable, (x / scale.float().masked_fill(~usable, 1)).round(), 0)
+    return torch.where(usable, x / scale.float().masked_fill(~usable, 1), 0)

@@ -166,7 +166,7 @@ def new_slots(
     `kv_dtype`: None stores keys and values in their own dtype. "int8" stores 8-bit integers with
     one 16-bit scale for each key and value. "int8-int4" stores values in four bits instead, with a
     16-bit scale and a 16-bit minimum for every 32 elements; D must then be a multiple of 32. "int4"
-    stores keys like these values too.
+    stores keys in four bits too, with one 16-bit scale for each key.
     `value_weighted`: allocate `norms`, which a policy with `value_weighted` needs.
     `shared`: allocate no `values`, because the keys are the values too.
     `offsets`: give quantized keys `offsets`, unless they are shared, so that eight bits suffice

@@ -20,22 +20,44 @@
 
 static inline void store_f16(char *p, uint16_t h) { memcpy(p, &h, sizeof h); }
 
-/* The integers from `low` to `high` that represent x, as in quantized() of quantize.h. */
-VEC vf quantize(vf x, vf scale, vf minimum, float low, float high) {
-    const vf least = vf_set1(low), most = vf_set1(high);
+/* The integers nearest to x from `low` to `high`. */
+VEC vf nearest(vf x, float low, float high) {
+    const vf most = vf_set1(high);
     vf fraction;
-    x = vf_max(vf_div(vf_sub(x, minimum), scale), least);
+    x = vf_max(x, vf_set1(low));
     return vf_exp2_parts(vf_less(most, x, most, x), &fraction);
 }
 
-static inline void write_Q8(char *row, row_ref from, int64_t D) {
+/* The integers from `low` to `high` that represent x, as in quantized() of quantize.h. */
+VEC vf quantize(vf x, vf scale, vf minimum, float low, float high) {
+    return nearest(vf_div(vf_sub(x, minimum), scale), low, high);
+}
+
+/* The largest magnitude of a row; *finite: whether all of its elements are finite. */
+static inline float row_most(row_ref row, int64_t D, bool *finite) {
     vf high = vf_zero(), unfinite = vf_zero();
     for (int64_t d = 0; d < D; d += VL) {
-        const vf x = row_load(from, d, D);
+        const vf x = row_load(row, d, D);
         high = vf_max(vf_abs(x), high);
         unfinite = add_unfinite(unfinite, x);
     }
-    const quantizer q = q8_quantizer(vf_hmax(high), vf_hsum(unfinite) == 0.0f);
+    *finite = vf_hsum(unfinite) == 0.0f;
+    return vf_hmax(high);
+}
+
+/* Writes the H2O_GROUP numbers from 0 to 15 of a group as halves of bytes. */
+VEC void write_halves(char *to, const vf number[H2O_GROUP / VL]) {
+    enum { HALF = H2O_GROUP / VL / 2 };
+    UNROLL
+    for (int i = 0; i < HALF; i++) {
+        vf_store_bytes(to + i * VL, vf_fma(number[HALF + i], vf_set1(16.0f), number[i]));
+    }
+}
+
+static inline void write_Q8(char *row, row_ref from, int64_t D) {
+    bool finite;
+    const float most = row_most(from, D, &finite);
+    const quantizer q = q8_quantizer(most, finite);
     const float scale = float_from_f16(q.scale);
     store_f16(row + D, q.scale);
     if (!(scale > 0.0f)) {
@@ -51,8 +73,31 @@ static inline void write_Q8(char *row, row_ref from, int64_t D) {
     }
 }
 
+static inline void write_S4(char *row, row_ref from, int64_t D) {
+    EXPECT(D % H2O_GROUP == 0);
+    bool finite;
+    const float most = row_most(from, D, &finite);
+    const quantizer q = s4_quantizer(most, finite);
+    const float scale = float_from_f16(q.scale);
+    store_f16(row + D / 2, q.scale);
+    if (!(scale > 0.0f)) {
+        memset(row, 0, (size_t)D / 2);
+        return;
+    }
+    const vf width = vf_set1(16.0f * scale);
+    for (int64_t d = 0; d < D; d += H2O_GROUP) {
+        vf number[H2O_GROUP / VL];
+        UNROLL
+        for (int i = 0; i < H2O_GROUP / VL; i++) {
+            const vf x = vf_div(row_load(from, d + i * VL, D), width);
+            number[i] = nearest(vf_add(x, vf_set1(7.5f)), 0.0f, 15.0f);
+        }
+        write_halves(row + q4_elements(d), number);
+    }
+}
+
 static inline void write_Q4(char *row, row_ref from, int64_t D) {
-    enum { VECTORS = H2O_GROUP / VL, HALF = VECTORS / 2 };
+    enum { VECTORS = H2O_GROUP / VL };
     EXPECT(D % H2O_GROUP == 0);
     for (int64_t d = 0; d < D; d += H2O_GROUP) {
         vf x[VECTORS], negative, high, unfinite = vf_zero();
@@ -74,11 +119,8 @@ static inline void write_Q4(char *row, row_ref from, int64_t D) {
         }
         const vf scale = vf_set1_f16(at), minimum = vf_set1_f16(at + 2);
         UNROLL
-        for (int i = 0; i < HALF; i++) {
-            const vf first = quantize(x[i], scale, minimum, 0.0f, 15.0f),
-                     second = quantize(x[HALF + i], scale, minimum, 0.0f, 15.0f);
-            vf_store_bytes(elements + i * VL, vf_fma(second, vf_set1(16.0f), first));
-        }
+        for (int i = 0; i < VECTORS; i++) x[i] = quantize(x[i], scale, minimum, 0.0f, 15.0f);
+        write_halves(elements, x);
     }
 }
 
@@ -115,12 +157,25 @@ VEC vf load_Q8(const char *row, int64_t d, int n, int64_t D) {
     return vf_load_i8(bytes);
 }
 
+/* The numbers from 0 to 15 of VL elements from d on, a multiple of VL. */
+VEC vf load_halves(const char *row, int64_t d) {
+    EXPECT(d % VL == 0);
+    return vf_load_u4(row + q4_elements(d) + d % (H2O_GROUP / 2), d % H2O_GROUP >= H2O_GROUP / 2);
+}
+
+VEC vf load_S4(const char *row, int64_t d, int n, int64_t D) {
+    int8_t bytes[VL] = {0};
+    (void)D;
+    if (n == VL && d % VL == 0)
+        return vf_fma(load_halves(row, d), vf_set1(16.0f), vf_set1(-120.0f));
+    for (int i = 0; i < VL && i < n; i++) bytes[i] = s4_byte(row, d + i);
+    return vf_load_i8(bytes);
+}
+
 VEC vf load_Q4(const char *row, int64_t d, int n, int64_t D) {
-    EXPECT(n == VL && d % VL == 0 && d + n <= D);
+    EXPECT(n == VL && d + n <= D);
     const char *const scale = row + q4_scale(d, D);
-    const char *const elements = row + q4_elements(d) + d % (H2O_GROUP / 2);
-    const vf q = vf_load_u4(elements, d % H2O_GROUP >= H2O_GROUP / 2);
-    return vf_fma(q, vf_set1_f16(scale), vf_set1_f16(scale + 2));
+    return vf_fma(load_halves(row, d), vf_set1_f16(scale), vf_set1_f16(scale + 2));
 }
 
 /* n <= VL elements of a row from d on, without the row's scale: load_T. */
@@ -170,6 +225,29 @@ static void restore_row(const char *row, h2o_dtype type, row_ref offset, int64_t
     for (int64_t d = 0; offset.data && d < D; d += VL) {
         vf_store(to + d, vf_add(vf_load(to + d), row_load(offset, d, D)));
     }
+}
+
+/* Stores the signed bytes 16 * n - 120 of eight numbers n, each in the high half of a byte. As
+ * unsigned bytes they would be 128 more: 16 * n + 8. */
+VEC void store_widened(char *to, uint64_t numbers) {
+    const uint64_t bytes =
+        ((numbers & 0xf0f0f0f0f0f0f0f0) | 0x0808080808080808) ^ 0x8080808080808080;
+    memcpy(to, &bytes, sizeof bytes);
+}
+
+/* to [D + 2] = a row of S4 as one of Q8. */
+VEC void widen_row(const char *row, int64_t D, char *to) {
+    enum { WORD = sizeof(uint64_t), HALF = H2O_GROUP / 2 };
+    for (int64_t d = 0; d < D; d += H2O_GROUP) {
+        UNROLL
+        for (int i = 0; i < HALF; i += WORD) {
+            uint64_t halves;
+            memcpy(&halves, row + q4_elements(d) + i, sizeof halves);
+            store_widened(to + d + i, halves << 4);
+            store_widened(to + d + HALF + i, halves);
+        }
+    }
+    memcpy(to + D, row + D / 2, 2);
 }
 
 /* ---- Reading several vectors ------------------------------------------- */

@@ -215,7 +215,7 @@ H2O_INLINE bool cuda_fits_matrices(const h2o_attend_params *p) {
     if (!p->has_slots) return true;
     const h2o_dtype keys = h2o_stored_type(&p->slots.keys, p->dims.D);
     const h2o_dtype values = h2o_stored_type(&p->slots.values, p->dims.D);
-    return (keys == type || h2o_row_has_scale(keys)) &&
+    return (keys == type || h2o_row_is_quantized(keys)) &&
            (values == type || h2o_row_is_quantized(values));
 }
 

@@ -51,27 +51,29 @@ DEVICE void load_quantized(uint16_t (*tile)[DEPTH], const attend_item *item,
     }
 }
 
-/* Loads the integers of Q8 keys, and their scales. */
+/* Loads the integers of quantized keys, and their scales. */
 template <int DEPTH, h2o_dtype TYPE, int ROWS>
 DEVICE void load_numbers(uint16_t (*tile)[DEPTH], const attend_item *item, const row_source *source,
                          int64_t first, const uint32_t *is_key, float *scales) {
     const int k = threadIdx.x;
-    load_quantized<DEPTH, TYPE, ROWS, NUMBERS_LOADED>(
-        tile, item, source, first, is_key,
-        [](const char *const row[], int64_t d, int64_t D, float x[][RUN]) {
-            q8_rows{}.template numbers<NUMBERS_LOADED>(row, d, D, x);
-        });
-    if (k < ROWS) {
-        const char *const row = source->data + (first + k) * source->pitch;
-        scales[k] = is_key[k] ? q8_rows{}.scale(row, item->p->dims.D) : 0.0f;
-    }
+    by_key_dtype(source->type, [&](auto rows) {
+        load_quantized<DEPTH, TYPE, ROWS, NUMBERS_LOADED>(
+            tile, item, source, first, is_key,
+            [&](const char *const row[], int64_t d, int64_t D, float x[][RUN]) {
+                rows.template numbers<NUMBERS_LOADED>(row, d, D, x);
+            });
+        if (k < ROWS) {
+            const char *const row = source->data + (first + k) * source->pitch;
+            scales[k] = is_key[k] ? rows.scale(row, item->p->dims.D) : 0.0f;
+        }
+    });
 }
 
 /* Loads Q8 or Q4 values, rounded. */
 template <int DEPTH, h2o_dtype TYPE, int ROWS>
 DEVICE void load_rounded(uint16_t (*tile)[DEPTH], const attend_item *item, const row_source *source,
                          int64_t first, const uint32_t *is_key) {
-    by_stored_dtype<false>(source->type, [&](auto rows) {
+    by_value_dtype(source->type, [&](auto rows) {
         load_quantized<DEPTH, TYPE, ROWS, VALUES_LOADED>(
             tile, item, source, first, is_key,
             [&](const char *const row[], int64_t d, int64_t D, float x[][RUN]) {

@@ -271,12 +271,18 @@ DEVICE void matrix_parts(const step_item *item, int part, int last, unsigned cha
     }
     if constexpr (!BYTES) {
         parts_by_tiles<DEPTH, TYPE, ring_rows<DEPTH>>(item, part, last, shared);
-    } else if (h2o_row_has_scale(item->store.values.type)) {
-        typedef direct_rows<DEPTH, q8_keys<DEPTH, TYPE>, q8_values<DEPTH, TYPE>> rows;
-        parts_by_tiles<DEPTH, TYPE, rows>(item, part, last, shared);
     } else {
-        typedef direct_rows<DEPTH, q8_keys<DEPTH, TYPE>, q4_values<DEPTH, TYPE>> rows;
-        parts_by_tiles<DEPTH, TYPE, rows>(item, part, last, shared);
+        typedef number_keys<DEPTH, TYPE, q8_bytes<DEPTH, 16>> q8_keys;
+        typedef number_keys<DEPTH, TYPE, s4_bytes<DEPTH>> s4_keys;
+        typedef direct_rows<DEPTH, q8_keys, q8_values<DEPTH, TYPE>> byte_rows;
+        typedef direct_rows<DEPTH, q8_keys, q4_values<DEPTH, TYPE>> mixed_rows;
+        typedef direct_rows<DEPTH, s4_keys, q4_values<DEPTH, TYPE>> half_rows;
+        if (item->store.values.type == H2O_Q8)
+            parts_by_tiles<DEPTH, TYPE, byte_rows>(item, part, last, shared);
+        else if (item->store.keys.type == H2O_S4)
+            parts_by_tiles<DEPTH, TYPE, half_rows>(item, part, last, shared);
+        else
+            parts_by_tiles<DEPTH, TYPE, mixed_rows>(item, part, last, shared);
     }
 }
 

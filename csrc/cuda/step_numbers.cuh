@@ -1,6 +1,6 @@
 /* step_numbers.cuh - step_rows.cuh for quantized rows: each lane has adjacent bytes.
  *
- * Rows of Q8 begin at multiples of 2 bytes only. If a row does not begin at a word, its words are
+ * Rows of Q8 and S4 begin at multiples of 2 bytes only. If a row does not begin at a word, its words are
  * read from two elements later on, and each is put together from two. The integers of keys become
  * 16-bit elements unchanged. Values are rounded, as in matrix_stored.cuh, except those of Q8 in
  * bfloat16, which has as many bits: these remain integers too. */
@@ -35,15 +35,15 @@ DEVICE uint32_t fitting_pair(uint32_t first, uint32_t second, uint16_t largest) 
     return both - ((both + (to_sign | to_sign << 16)) >> 15 & 0x00010001);
 }
 
-/* ---- Q8 ------------------------------------------------------------------ */
+/* ---- Q8 and S4 ------------------------------------------------------------- */
 
 /* Selectors that turn the words of a row into those that its integers begin with; see q8_bytes. */
-struct q8_lateness {
+struct lateness {
     uint32_t head, tail;
 };
 
-DEVICE q8_lateness lateness_of(bool is_late) {
-    return q8_lateness{is_late ? 0x5410u : 0x7654u, is_late ? 0x5432u : 0x7654u};
+DEVICE lateness lateness_of(bool is_late) {
+    return lateness{is_late ? 0x5410u : 0x7654u, is_late ? 0x5432u : 0x7654u};
 }
 
 /* BYTES adjacent bytes of each 64 bytes of a row, and its scale. */
@@ -82,15 +82,48 @@ template <int DEPTH, int BYTES> struct q8_bytes {
     }
 
     /* The j-th four bytes of the i-th 64. */
-    DEVICE_METHOD uint32_t four(int i, int j, q8_lateness late) const {
+    DEVICE_METHOD uint32_t four(int i, int j, lateness late) const {
         return permute(word[i][j], word[i][j + 1], j == 0 ? late.head : late.tail);
     }
 };
 
-/* A lane's keys are 16 bytes of each 64, so that four lanes read adjacent bytes. */
-template <int DEPTH, h2o_dtype TYPE> struct q8_keys {
-    q8_bytes<DEPTH, 16> bytes[2]; /* rows 8 apart: both begin at a word, or neither */
-    q8_lateness late;
+/* The same for 16 elements of each 64 of a row of S4, which are the low or the high halves of 16
+ * bytes. Two lanes read the same bytes. */
+template <int DEPTH> struct s4_bytes {
+    uint32_t word[DEPTH / 64][5];
+    uint16_t scale;
+    int shift; /* makes the lane's halves high ones */
+
+    template <typename BOUNDS>
+    DEVICE_METHOD void load(const tile_rows *rows, BOUNDS bounds, int row, int d, bool is_late) {
+        const int left = bounds.left(row, d), byte = (int)q4_elements(d);
+        const char *const words = rows->at(row, byte + (is_late ? 2 : 0));
+        const char *const end = words + (bounds.depth() / 2 - byte);
+        shift = d % H2O_GROUP < H2O_GROUP / 2 ? 4 : 0;
+        UNROLL
+        for (int i = 0; i < DEPTH / 64; i++) {
+            const bool given = 64 * i < left; /* rows are whole groups */
+            word[i][0] = is_late && given ? *(const uint16_t *)(words + 32 * i - 2) : 0;
+            UNROLL
+            for (int j = 0; j < 4; j++)
+                word[i][j + 1] = given ? *(const uint32_t *)(words + 32 * i + 4 * j) : 0;
+        }
+        scale = 0;
+        if (bounds.left(row, 0) > 0) scale = *(const uint16_t *)(end - (is_late ? 2 : 0));
+    }
+
+    /* The half n stands for the byte 16 * n - 120, which is 16 * n + 8 with the other sign bit. */
+    DEVICE_METHOD uint32_t four(int i, int j, lateness late) const {
+        const uint32_t bytes = permute(word[i][j], word[i][j + 1], j == 0 ? late.head : late.tail)
+                               << shift;
+        return ((bytes & 0xf0f0f0f0) | 0x08080808) ^ 0x80808080;
+    }
+};
+
+/* A lane's keys are 16 elements of each 64, so that lanes read adjacent bytes. */
+template <int DEPTH, h2o_dtype TYPE, typename BYTES> struct number_keys {
+    BYTES bytes[2]; /* rows 8 apart: both begin at a word, or neither */
+    lateness late;
 
     DEVICE_METHOD static int query_run(int i) {
         return i / 2 * 64 + lane_column() * 8 + i % 2 * RUN;
@@ -124,7 +157,7 @@ template <int DEPTH, h2o_dtype TYPE> struct q8_keys {
 template <int DEPTH, h2o_dtype TYPE> struct q8_values {
     enum { APART = 1 };
     q8_bytes<DEPTH, RUN> bytes[4];
-    q8_lateness late[2];
+    lateness late[2];
     uint32_t scales[2]; /* float16: scales of two slots each */
 
     DEVICE_METHOD static int output_of(int i) { return i / 4 * 64 + lane_row() * RUN + i % 4 * 2; }

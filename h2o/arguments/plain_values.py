@@ -141,7 +141,8 @@ def check_choice(name: str, value: Any, choices: Sequence[Any], hint: str = "") 
         if isinstance(given, type(choice)) and given == choice:
             return choice
     *others, last = (f'"{x}"' if isinstance(x, str) else f"{x}" for x in choices)
-    raise ValueError(wrong(name, value, f"{', '.join(others)} or {last}", hint))
+    wanted = f"{', '.join(others)} or {last}" if others else last
+    raise ValueError(wrong(name, value, wanted, hint))
 
 
 def check_index(name: str, value: Any, length: int, what: str) -> int:

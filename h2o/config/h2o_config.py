@@ -29,7 +29,7 @@ from h2o.config.fields import ConfigFields, Positions
 from h2o.config.head_budgets import NAMED, SHARED_TWICE, check_table
 from h2o.config.presets import Presets, echo_fields, recommended_unit, warn_of_few_keys
 from h2o.config.profile import Profile
-from h2o.kv_dtype import KvDtype, TokenBytes, bytes_per_token, check_positions, fewest_bits
+from h2o.kv_dtype import KvDtype, TokenBytes, bytes_per_token, fewest_bits
 from h2o.model_identity import config_of, describe, key_size, latent_row
 from h2o.policy import OPERATIONS_SCORE_BY, Policy, ScoreBy, check_names, check_policy
 
@@ -94,9 +94,9 @@ class H2OConfig(Presets):
     kv_dtype: KvDtype | None = None
     """Format of stored keys and values. None: the model's dtype. "int8": 8-bit integers with one
     16-bit scale per key and value. "int8-int4": the same for keys, and 4-bit values in groups of
-    32, each with a 16-bit scale and minimum (compare Liu et al., "KIVI", ICML 2024). "int4": such
-    keys too. "auto": "int8-int4" if the model's head dimension is a multiple of 32, otherwise
-    "int8". New tokens of one forward pass see each other unquantized."""
+    32, each with a 16-bit scale and minimum (compare Liu et al., "KIVI", ICML 2024). "int4": 4-bit
+    keys too, with one scale per key. "auto": "int8-int4" if the model's head dimension is a
+    multiple of 32, otherwise "int8". New tokens of one pass see each other unquantized."""
     head_shares: Any = None
     """How the key/value heads share the budget. The mean over all heads stays what `heavy` and
     `recent` say, and every head gets at least 8 tokens. None: equal shares. Numbers
@@ -157,7 +157,6 @@ class H2OConfig(Presets):
             )
         for name, choices in CHOICES.items():
             put(self, name, check_choice(name, getattr(self, name), choices))
-        check_positions(self.kv_dtype, self.positions)
         if self.budget_unit == "keys":
             put(self, "_token_bytes", None)  # left by dataclasses.replace
         elif not all(isinstance(x, float) for x in (self.heavy, self.recent)):

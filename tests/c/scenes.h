@@ -21,7 +21,7 @@ static h2o_view columns(const h2o_view *view, int64_t begin, int64_t count) {
 typedef struct {
     h2o_dims dims; /* Q: of the whole text */
     h2o_dtype dtype;
-    h2o_dtype stored;                /* in the slots: H2O_Q8 or H2O_Q4; H2O_NONE: dtype */
+    h2o_dtype stored;                /* in the slots, see make_slots; H2O_NONE: dtype */
     int64_t prompt, chunk_at, chunk; /* order: prompt, steps, a chunk, steps */
     int32_t heavy, recent;
     h2o_policy policy;

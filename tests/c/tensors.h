@@ -87,15 +87,18 @@ static inline void fill_tensor(const h2o_view *view, float drift, test_random *r
 
 /* ---- Slots ------------------------------------------------------------- */
 
-/* An empty store with rows of a type; H2O_Q8 and H2O_Q4 are rows of bytes. Scores of empty slots
- * are NaN, since they must not be read. */
+/* An empty store with rows of a type; H2O_Q8 and H2O_Q4 are rows of bytes, and keys beside values of
+ * H2O_Q4 are H2O_S4. Scores of empty slots are NaN, since they must not be read. */
 static inline h2o_slots make_slots(layout how, const h2o_dims *d, h2o_dtype stored, int32_t heavy,
                                    int32_t recent, bool weighted) {
     const h2o_dtype dtype = stored > H2O_U8 ? H2O_U8 : stored;
-    const int64_t width = h2o_row_bytes(stored, d->D) / h2o_dtype_size(dtype);
+    const h2o_dtype of_keys = stored == H2O_Q4 ? H2O_S4 : stored;
+    const int64_t size = h2o_dtype_size(dtype);
     h2o_slots slots = {
-        .keys = make_layout(how, dtype, 4, d->B, d->G, d->S, width, 1),
-        .values = make_layout(how, dtype, 4, d->B, d->G, d->S, width, 1),
+        .keys =
+            make_layout(how, dtype, 4, d->B, d->G, d->S, h2o_row_bytes(of_keys, d->D) / size, 1),
+        .values =
+            make_layout(how, dtype, 4, d->B, d->G, d->S, h2o_row_bytes(stored, d->D) / size, 1),
         .scores = make_layout(how, H2O_F32, 3, d->B, d->G, d->S, 1, 1),
         .positions = make_layout(how, H2O_I32, 3, d->B, d->G, d->S, 1, 1),
         .next_slot = make_layout(how, H2O_I32, 2, d->B, d->G, 1, 1, 2),

@@ -13,7 +13,7 @@ enum { G = 2, CHUNK = 21 };
 
 typedef struct {
     int64_t B, R, n, D;
-    h2o_dtype keys, values; /* as stored: H2O_Q8 or H2O_Q4; H2O_NONE: as given */
+    h2o_dtype keys, values; /* as stored: H2O_Q8, H2O_S4 or H2O_Q4; H2O_NONE: as given */
     int64_t fresh;          /* tokens of the call: 1 is a decode step, n a prompt */
 } shape;
 
@@ -247,6 +247,7 @@ static void free_answer(const answer *a) {
 
 static double element(const char *row, h2o_dtype stored, int64_t d, int64_t D) {
     if (stored == H2O_Q8) return (double)load_scalar(row + D, H2O_F16) * (int8_t)row[d];
+    if (stored == H2O_S4) return (double)load_scalar(row + D / 2, H2O_F16) * s4_byte(row, d);
     const int byte = (uint8_t)row[q4_elements(d) + d % (H2O_GROUP / 2)];
     const char *const at = row + q4_scale(d, D);
     return (double)load_scalar(at + 2, H2O_F16) +
@@ -462,7 +463,8 @@ int main(void) {
         {6, 4, 150, 64, H2O_Q8, H2O_Q8, 1},      {2, 5, 300, 512, H2O_Q8, H2O_Q4, 1},
         {6, 4, 150, 128, H2O_NONE, H2O_NONE, 1}, {6, 1, 150, 64, H2O_NONE, H2O_NONE, 1},
         {2, 9, 300, 96, H2O_NONE, H2O_NONE, 1},  {2, 2, 150, 64, H2O_Q8, H2O_Q4, CHUNK},
-        {1, 2, 80, 64, H2O_NONE, H2O_NONE, 80},
+        {1, 2, 80, 64, H2O_NONE, H2O_NONE, 80},  {6, 3, 150, 128, H2O_S4, H2O_Q4, 1},
+        {2, 33, 150, 64, H2O_S4, H2O_Q4, 1},     {2, 2, 150, 96, H2O_S4, H2O_Q4, CHUNK},
     };
     h2o_error error;
     CHECK(setenv("H2O_THREADS", "3", 1) == 0 && h2o_init(&error) == H2O_OK);

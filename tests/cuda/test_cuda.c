@@ -53,7 +53,7 @@ static void test_quantized(h2o_dtype stored, int64_t D, h2o_policy policy) {
 /* A chunk of dims.Q tokens. Heads have dims.S slots with holes between them. */
 typedef struct {
     h2o_dims dims;
-    h2o_dtype values; /* H2O_Q8 or H2O_Q4; keys are H2O_Q8 */
+    h2o_dtype keys, values;
     h2o_policy policy;
     float softcap;
     layout how;
@@ -71,6 +71,7 @@ static void fill_rows(const h2o_view *rows, h2o_dtype stored, int64_t D, test_ra
             h2o_at(rows, unit / rows->shape[1], unit % rows->shape[1], i % rows->shape[2]);
         for (int64_t j = 0; j < rows->shape[3]; j++) row[j] = (char)random_int(random, -127, 127);
         if (stored == H2O_Q8) set_half(row + D, 0.002f + 0.01f * random_float(random));
+        if (stored == H2O_S4) set_half(row + D / 2, 0.002f + 0.01f * random_float(random));
         for (int64_t j = 0; stored == H2O_Q4 && j < D / H2O_GROUP; j++) {
             set_half(row + D / 2 + 4 * j, 0.02f + 0.1f * random_float(random));
             set_half(row + D / 2 + 4 * j + 2, -random_float(random));
@@ -84,6 +85,7 @@ static float quantized_element(const char *row, h2o_dtype stored, int64_t d, int
     const char *const scale = row + D / 2 + d / H2O_GROUP * 4;
     const int byte = (uint8_t)row[d / H2O_GROUP * (H2O_GROUP / 2) + d % (H2O_GROUP / 2)];
     const int number = d % H2O_GROUP < H2O_GROUP / 2 ? byte & 15 : byte >> 4;
+    if (stored == H2O_S4) return load_scalar(row + D / 2, H2O_F16) * (float)(16 * number - 120);
     return load_scalar(scale + 2, H2O_F16) + load_scalar(scale, H2O_F16) * (float)number;
 }
 
@@ -112,11 +114,13 @@ static h2o_view copy_of(const h2o_view *x) {
 static h2o_slots make_chunk_slots(const chunk *c, test_random *random) {
     const h2o_dims *const d = &c->dims;
     h2o_slots slots = make_slots(c->how, d, H2O_Q8, 1, 1, false);
-    free(slots.values.data);
-    slots.values =
-        make_layout(c->how, H2O_U8, 4, d->B, d->G, d->S, h2o_row_bytes(c->values, d->D), 1);
-    fill_rows(&slots.keys, H2O_Q8, d->D, random);
-    fill_rows(&slots.values, c->values, d->D, random);
+    h2o_view *const rows[] = {&slots.keys, &slots.values};
+    for (int i = 0; i < 2; i++) {
+        const h2o_dtype type = i == 0 ? c->keys : c->values;
+        free(rows[i]->data);
+        *rows[i] = make_layout(c->how, H2O_U8, 4, d->B, d->G, d->S, h2o_row_bytes(type, d->D), 1);
+        fill_rows(rows[i], type, d->D, random);
+    }
     for (int64_t i = 0; i < d->B * d->G * d->S; i++) {
         const int64_t b = i / d->S / d->G, g = i / d->S % d->G, s = i % d->S;
         char *const value = h2o_at(&slots.values, b, g, s);
@@ -313,7 +317,7 @@ static void test_parts(void) {
 
 typedef struct {
     h2o_dims dims;          /* S: slots, all held except one */
-    h2o_dtype keys, values; /* stored types, H2O_Q8 or H2O_Q4; H2O_NONE: the queries' type */
+    h2o_dtype keys, values; /* stored types; H2O_NONE: the queries' type */
     h2o_policy policy;
     float softcap;
     bool sinks;
@@ -424,10 +428,9 @@ static h2o_view misaligned_copy(const h2o_view *x, char **memory) {
     return copy;
 }
 
-/* Runs the step on tensor cores, or without them if keys have four bits, with any order of threads
- * and any address of the query, and compares with the kernel for floats. */
+/* Runs the step on tensor cores with any order of threads and any address of the query, and compares
+ * with the kernel for floats. */
 static void test_step(const one_step *s, h2o_dtype dtype) {
-    const bool matrices = s->keys != H2O_Q4;
     const h2o_dims *const d = &s->dims;
     const runner with = {.ops = &h2o_ops_generic, .workers = 1};
     test_random random = {.state = (uint64_t)d->D};
@@ -445,7 +448,7 @@ static void test_step(const one_step *s, h2o_dtype dtype) {
         check_same(&first.slots.values, &call.slots.values);
         cuda_plan plan;
         cuda_plan_call(H2O_STEP, &call, &plan);
-        CHECK((strstr(cuda_kernel_names[plan.launch[0].kernel], "f16") != NULL) == matrices);
+        CHECK(strstr(cuda_kernel_names[plan.launch[0].kernel], "f16") != NULL);
         if (seed == 0) first = call;
         if (seed > 0) free_written(&call);
         free(query);
@@ -562,10 +565,10 @@ int main(void) {
     };
     /* several tiles of queries and of slots; the last ones are partial */
     const chunk chunks[] = {
-        {make_dims(1, 2, 2, 70, 150, 128), H2O_Q8, plain, .how = DENSE, .extreme = true},
-        {make_dims(2, 2, 1, 80, 140, 96), H2O_Q4, all, .pads = true, .how = SPREAD},
-        {make_dims(1, 2, 10, 30, 190, 50), H2O_Q8, largest, 5.0f, SPREAD, .pads = true},
-        {make_dims(1, 2, 1, 66, 100, 192), H2O_Q4, plain, .how = DENSE},
+        {make_dims(1, 2, 2, 70, 150, 128), H2O_Q8, H2O_Q8, plain, .how = DENSE, .extreme = true},
+        {make_dims(2, 2, 1, 80, 140, 96), H2O_S4, H2O_Q4, all, .pads = true, .how = SPREAD},
+        {make_dims(1, 2, 10, 30, 190, 50), H2O_Q8, H2O_Q8, largest, 5.0f, SPREAD, .pads = true},
+        {make_dims(1, 2, 1, 66, 100, 192), H2O_Q8, H2O_Q4, plain, .how = DENSE},
     };
     /* one or several parts, and turns of a block's warps; rows at every alignment */
     const one_step steps[] = {
@@ -577,7 +580,9 @@ int main(void) {
         {make_dims(1, 2, 5, 1, 131, 128), H2O_Q8, H2O_Q4, all, 0.0f, false},
         {make_dims(1, 1, 8, 1, 20, 96), H2O_Q8, H2O_Q4, largest, .sinks = true},
         {make_dims(1, 1, 2, 1, 50, 256), H2O_Q8, H2O_Q4, plain, .softcap = 3.0f},
-        {make_dims(1, 2, 3, 1, 140, 96), H2O_Q4, H2O_Q4, all, 0.0f, false},
+        {make_dims(1, 2, 3, 1, 140, 96), H2O_S4, H2O_Q4, all, 0.0f, false},
+        {make_dims(2, 2, 5, 1, 131, 128), H2O_S4, H2O_Q4, plain, .softcap = 3.0f},
+        {make_dims(1, 1, 2, 1, 50, 192), H2O_S4, H2O_Q4, largest, .sinks = true},
     };
     h2o_error error;
     CHECK(h2o_init(&error) == H2O_OK);
@@ -596,7 +601,7 @@ int main(void) {
     }
     test_quantized(H2O_Q8, 50, plain); /* rows of 52 bytes, */
     test_quantized(H2O_Q8, 31, all);   /* of 33, */
-    test_quantized(H2O_Q4, 96, all);   /* and of 60 */
+    test_quantized(H2O_Q4, 96, all);   /* of 50 and 60 */
     /* Under ThreadSanitizer, which takes a hundred times as long, the largest scene is left out. */
     for (size_t i = THREAD_SANITIZER ? 1 : 0; i < sizeof scenes / sizeof *scenes; i++) {
         for (size_t type = 0; type < 3; type++) {

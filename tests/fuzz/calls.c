@@ -40,7 +40,7 @@ static int64_t letter_size(const h2o_dims *d, char letter) {
     case '+':
         return d->G + 1;
     case 'K': /* bytes of a quantized key, and of a quantized value */
-        return h2o_row_bytes(H2O_Q8, d->D);
+        return h2o_row_bytes(d->D % H2O_GROUP || d->Q % 2 ? H2O_Q8 : H2O_S4, d->D);
     case 'V':
         return h2o_row_bytes(d->D % H2O_GROUP ? H2O_Q8 : H2O_Q4, d->D);
     default:

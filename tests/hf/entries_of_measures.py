@@ -153,7 +153,7 @@ OF_MEASURES: dict[str, Entry] = {
     "ops.info": Entry(lambda: None, {}),
     "quantization.quantize": Entry(
         lambda **x: plain(quantize(torch.linspace(-1, 1, 64).view(2, 32), **x)),
-        {"bits": A(4, odd.choice)},
+        {"size": A(20, odd.choice)},
         ("x",),
     ),
     # ---- vLLM ----------------------------------------------------------------------------------

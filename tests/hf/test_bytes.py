@@ -61,7 +61,7 @@ def test_values_take_the_bits_that_go_with_the_head_dimension():
 
 
 def test_keys_in_four_bits():
-    """The same bytes must hold more keys, and what no kernel can compute must be refused."""
+    """The same bytes must hold more keys. A latent, which is key and value, has no such format."""
     ours = llama(2, head_dim=64)
     kept = {}
     for kv_dtype in ("int8-int4", "int4"):
@@ -72,9 +72,7 @@ def test_keys_in_four_bits():
         total = cache.report().total
         assert total.bytes_held + total.bytes_bookkeeping <= 0.2 * total.bytes_full
         kept[kv_dtype] = sum(total.kept)
-    assert kept["int4"] > 1.1 * kept["int8-int4"]
-    with pytest.raises(ValueError, match='Use kv_dtype="int8-int4"'):
-        H2OConfig(heavy=4, recent=4, kv_dtype="int4", positions="cache_relative")
+    assert kept["int4"] > 1.15 * kept["int8-int4"]
     with pytest.raises(UnsupportedError, match='Use kv_dtype="int8"'):
         H2OCache(model("deepseek_v3"), heavy=4, recent=4, kv_dtype="int4")
 

@@ -180,13 +180,14 @@ def test_threads_change_nothing():
             assert torch.equal(ours, first)
 
 
+@pytest.mark.parametrize(("kv_dtype", "F"), [("int8", 16), ("int4", 16), ("int4", 5)])
 @pytest.mark.parametrize("engine", ENGINES[1:], ids=lambda engine: engine.name)
-def test_quantized_keys(engine):
-    """int8 keys are rotated as they are read."""
+def test_quantized_keys(engine, kv_dtype, F):
+    """Quantized keys are rotated as they are read."""
     text = inputs.drifting(8, B=2, H=4, G=2, N=60, D=32)
     calls = [24, *[1] * 20, 7, *[1] * 9]
     talks = [
-        Conversation(rolling(each, Angles(16)), text, POLICIES["h2o"], kv_dtype="int8")
+        Conversation(rolling(each, Angles(F)), text, POLICIES["h2o"], kv_dtype=kv_dtype)
         for each in (oracle(), engine)
     ]
     for talk in talks:

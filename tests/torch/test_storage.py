@@ -13,6 +13,7 @@ from hypothesis.extra.numpy import arrays
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from h2o import ops, quantization
+from h2o.kv_dtype import QUANTIZED, stored_bytes
 from tests import inputs
 from tests.cases import pairs
 from tests.conversation import Conversation, assert_same_kept, check_simulation
@@ -20,8 +21,6 @@ from tests.inputs import POLICIES
 from tests.torch.engines import core, oracle
 
 CALLS = [24, *[1] * 25, 7, *[1] * 8]
-KINDS = {"int8": (8, 8), "int8-int4": (8, 4), "int4": (4, 4)}
-"""Bits of a key and of a value"""
 BUDGETS = np.array([[[9, 5], [2, 1], [30, 11]], [[4, 4], [12, 0], [3, 7]]])
 
 floats = st.floats(width=32, allow_nan=True, allow_infinity=True, allow_subnormal=False)
@@ -41,7 +40,7 @@ def stored(x: torch.Tensor, kv_dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
     return slots.keys[0, 0], slots.values[0, 0]
 
 
-@pytest.mark.parametrize("kv_dtype", KINDS)
+@pytest.mark.parametrize("kv_dtype", QUANTIZED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [1e-30, 1e-6, 1.0, 300.0, 1e7, 1e30])
 def test_the_core_stores_what_the_oracle_stores(kv_dtype, dtype, size):
@@ -51,40 +50,43 @@ def test_the_core_stores_what_the_oracle_stores(kv_dtype, dtype, size):
     x[4] = size
     x[5, :50] = 0.0
     x = x.to(dtype)
-    keys, values = stored(x, kv_dtype)
-    for rows, bits in zip((keys, values), KINDS[kv_dtype], strict=True):
-        assert torch.equal(rows, quantization.quantize(x, bits))
+    assert_stored_like_the_oracle(x, kv_dtype)
 
 
+def assert_stored_like_the_oracle(x: torch.Tensor, kv_dtype: str) -> None:
+    for rows, size in zip(stored(x, kv_dtype), stored_bytes(kv_dtype, x.shape[1]), strict=True):
+        assert torch.equal(rows, quantization.quantize(x, size))
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8-int4", "int4"])
 @given(arrays(np.float32, (3, 64), elements=floats))
-def test_bytes_of_any_floats(x):
-    keys, values = stored(torch.from_numpy(x), "int8-int4")
-    assert torch.equal(keys, quantization.quantize(torch.from_numpy(x), 8))
-    assert torch.equal(values, quantization.quantize(torch.from_numpy(x), 4))
+def test_bytes_of_any_floats(kv_dtype, x):
+    assert_stored_like_the_oracle(torch.from_numpy(x), kv_dtype)
 
 
-@pytest.mark.parametrize(("bits", "levels"), [(8, 254), (4, 15)])
-def test_what_is_read_back_is_near(bits, levels):
+@pytest.mark.parametrize(("size", "intervals"), [(66, 254), (34, 16), (40, 15)])
+def test_what_is_read_back_is_near(size, intervals):
+    """The error is half an interval at most. The ends of the range are bounds of intervals for keys
+    of four bits, and in the middle of one for all others."""
     x = torch.randn(200, 64, generator=torch.Generator().manual_seed(0)) * 5 + 2
-    back = quantization.dequantize(quantization.quantize(x, bits), 64)
-    groups = x.view(200, -1, 64 if bits == 8 else 32)
-    width = groups.amax(-1) - groups.amin(-1) if bits == 4 else 2 * groups.abs().amax(-1)
+    back = quantization.dequantize(quantization.quantize(x, size), 64)
+    groups = x.view(200, -1, 32 if size == 40 else 64)
+    width = groups.amax(-1) - groups.amin(-1) if size == 40 else 2 * groups.abs().amax(-1)
     error = (x - back).view(groups.shape).abs().amax(-1)
-    assert (error <= width / levels * 0.5 * 1.002).all()
+    assert (error <= width / intervals * 0.5 * 1.002).all()
 
 
 def test_what_is_not_finite_is_read_as_nan():
     x = torch.randn(4, 64)
     x[1, 5], x[2, 40] = torch.inf, torch.nan
-    for bits in (8, 4):
-        rows = quantization.quantize(x, bits)
+    for size in (66, 34, 40):
+        rows = quantization.quantize(x, size)
         back = quantization.dequantize(rows, 64)
         assert back[[0, 3]].isfinite().all()
         assert back[1, :32].isnan().all()
         assert back[2, 32:].isnan().all()
-    keys, values = stored(x, "int8-int4")
-    assert torch.equal(keys, quantization.quantize(x, 8))
-    assert torch.equal(values, quantization.quantize(x, 4))
+    assert_stored_like_the_oracle(x, "int8-int4")
+    assert_stored_like_the_oracle(x, "int4")
 
 
 def rows_held(slots: ops.Slots) -> list[np.ndarray]:
@@ -98,7 +100,7 @@ def rows_held(slots: ops.Slots) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("kv_dtype", "D", "dtype"), pairs(KINDS, [32, 64, 96], [torch.float32, torch.bfloat16])
+    ("kv_dtype", "D", "dtype"), pairs(QUANTIZED, [32, 64, 96], [torch.float32, torch.bfloat16])
 )
 def test_the_core_answers_as_the_oracle(kv_dtype, D, dtype):
     """A prompt, steps and chunks, with budgets of heads and padded rows, must give the reference's
@@ -121,10 +123,10 @@ def test_the_core_answers_as_the_oracle(kv_dtype, D, dtype):
             np.testing.assert_array_equal(got, wanted)
 
 
-@pytest.mark.parametrize("kv_dtype", KINDS)
+@pytest.mark.parametrize("kv_dtype", QUANTIZED)
 def test_odd_head_dimensions(kv_dtype):
     text = inputs.drifting(6, B=1, H=2, G=1, N=40, D=21)
-    if 4 in KINDS[kv_dtype]:
+    if kv_dtype != "int8":
         with pytest.raises(ValueError, match="multiple of 32, not 21"):
             Conversation(core(), text, POLICIES["h2o"], kv_dtype=kv_dtype)
         return
@@ -137,7 +139,7 @@ def test_odd_head_dimensions(kv_dtype):
 
 @pytest.mark.parametrize(
     ("kv_dtype", "prompt", "engine"),
-    pairs(KINDS, [1, 24], [oracle(), core(), core(torch.bfloat16)]),
+    pairs(QUANTIZED, [1, 24], [oracle(), core(), core(torch.bfloat16)]),
 )
 def test_simulation_is_the_cache(kv_dtype, prompt, engine):
     text = inputs.drifting(7, B=2, H=6, G=3, N=sum(CALLS), D=32, sink=True)
@@ -165,11 +167,19 @@ def test_values_that_are_not_finite_show_where_they_are_seen():
 def test_bytes_that_are_no_rows():
     x = torch.randn(1, 1, 4, 32)
     slots = ops.new_slots(x, 8, kv_dtype="int8-int4")
-    short = slots._replace(keys=slots.keys[..., :33].contiguous())
-    with pytest.raises(
-        ValueError, match=r"slots.keys: has rows of 33 bytes, wanted 34 \(int8\) or 20"
+    for name, size, wanted in (
+        ("keys", 33, r"34 \(int8\) or 18 \(int4\)"),
+        ("keys", 20, r"34 \(int8\) or 18 \(int4\)"),
+        ("values", 18, r"34 \(int8\) or 20 \(int4\)"),
     ):
-        ops.step(*(x[:, :, :1],) * 3, short)
+        other = slots._replace(**{name: torch.zeros(1, 1, 8, size, dtype=torch.uint8)})
+        with pytest.raises(
+            ValueError, match=f"slots.{name}: has rows of {size} bytes, wanted {wanted}"
+        ):
+            ops.step(*(x[:, :, :1],) * 3, other)
+    shared = slots._replace(keys=torch.zeros(1, 1, 8, 18, dtype=torch.uint8), values=None)
+    with pytest.raises(ValueError, match=r"has rows of 18 bytes, wanted 34 \(int8\) for 32"):
+        ops.step(x[:, :, :1], x[:, :, :1], None, shared)
     mixed = slots._replace(values=torch.zeros(1, 1, 8, 32))
     with pytest.raises(TypeError, match="both quantized or neither"):
         ops.attend(x, x, x, mixed)
@@ -187,20 +197,22 @@ class DividesAsCuda(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("bits", "width"), [(8, 127), (4, 15)])
-def test_on_cuda_numbers_are_divided_as_the_core_divides_them(bits, width):
+@pytest.mark.parametrize(("size", "width"), [(66, 127), (40, 15)])
+def test_on_cuda_numbers_are_divided_as_the_core_divides_them(size, width):
     """The ranges here give a scale that float16 can represent, or one next to it. Multiplying by an
     inverse would give some of them the next scale."""
     exact = width * torch.arange(1024, 2048) / 1024
     largest = torch.cat([exact, exact.nextafter(torch.tensor(torch.inf))])
     x = torch.linspace(0, 1, 64) * largest[:, None]
-    wanted = stored(x, "int8-int4")[bits == 4]
+    wanted = stored(x, "int8-int4")[size == 40]
     with DividesAsCuda():
         assert not torch.equal(x / width, x / x.new_full((1,), width))
-        assert torch.equal(quantization.quantize(x, bits), wanted)
+        assert torch.equal(quantization.quantize(x, size), wanted)
 
 
-@pytest.mark.parametrize("bits", [2, 16, 4.5, "8"])
-def test_other_numbers_of_bits(bits):
-    with pytest.raises(ValueError, match=f"bits is {bits!r}; expected 4 or 8"):
-        quantization.quantize(torch.ones(2, 32), bits)
+@pytest.mark.parametrize("size", [2, 32, 34.5, "34"])
+def test_other_sizes(size):
+    with pytest.raises(ValueError, match=f"size is {size!r}; expected 34, 18 or 20"):
+        quantization.quantize(torch.ones(2, 32), size)
+    with pytest.raises(ValueError, match=r"size is 25; expected 42$"):
+        quantization.quantize(torch.ones(2, 40), 25)
