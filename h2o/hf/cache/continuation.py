@@ -175,12 +175,12 @@ _LOST_TURN = (
 
 def tokens_seen(cache: Any, seen: int, mask: Tensor | None) -> list[int] | None:
     """Number of tokens in each row [B], or a single one for all rows; None if unknown."""
-    plans = cache.guard.plans
-    slots = cache.layers[next(iter(plans))].slots if plans else None
+    guard = cache.guard
+    slots = cache.layers[guard.first].slots if guard.plans else None
     if slots is not None:
         counts: list[int] = slots.seen_tokens.tolist()
         return counts
-    known = cache.guard.state.text.counts()
+    known = guard.state.text.counts()
     if known is None and (mask is None or bool(mask.all())):  # no row has padding
         return [seen]
     return known

@@ -84,6 +84,7 @@ class PassGuard:
         if prompt_length is not None:
             prompt_length = check_prompt_length(prompt_length)
         self.plans: Mapping[int, LayerPlan] = plans or {}
+        self.first = min(self.plans, default=-1)  # the first layer with a budget
         self.needs_prompt_length = any(x.needs_prompt_length for x in self.plans.values())
         """Whether any budget is a fraction"""
         self.grows = any(plan.grows for plan in self.plans.values())

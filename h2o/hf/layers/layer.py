@@ -124,7 +124,7 @@ class H2OLayer(BaseLayer):
                 and call.may_begin_text
             ):
                 raise ValueError(WITHOUT_CACHE)
-            if not compiling and self.layer_idx == next(iter(guard.plans), self.layer_idx):
+            if not compiling and self.layer_idx == guard.first:
                 guard.origin.check(call.module, begins=self.slots is None)
             query, key, value = call.query, call.key, call.value
             if not query.dtype == key.dtype == value.dtype:

@@ -89,7 +89,7 @@ class CapturedRunner(EagerRunner):
         if slots is None:
             return
         guard = layer.guard
-        if layer.layer_idx == min(guard.plans):
+        if layer.layer_idx == guard.first:
             guard.move_counter(slots.keys.device)
         if slots.keys.device.type == "cpu":
             return  # a compiler that freezes weights would mistake marked tensors for weights
