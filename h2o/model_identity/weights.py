@@ -60,8 +60,9 @@ def _places_in(model: Any) -> dict[str, _Place]:
     modules = dict(model.named_modules(remove_duplicate=False))
     adapted = adapter_layers(modules)
     for name, module in modules.items():
-        packed = packed_tensors(module)
-        for own in {**saved_tensors(module), **packed}:
+        saved = saved_tensors(module)
+        packed = packed_tensors(module, saved)
+        for own in {**saved, **packed}:
             at_work: tuple[str, float] | None = f"{name}.{own}" if name else own, 1.0
             if adapted:
                 at_work = _name_and_scale(at_work[0], adapted)
@@ -136,9 +137,12 @@ def _load(module: Any, name: str, *, is_packed: bool) -> Any:
     packed tensor is dequantized."""
     import torch
 
-    from h2o.compat_wrappers import accelerate_hooks, packed_tensors
+    from h2o.compat_wrappers import accelerate_hooks, packed_tensors, saved_tensors
 
-    value = packed_tensors(module)[name] if is_packed else getattr(module, name)
+    if is_packed:
+        value: Any = packed_tensors(module, saved_tensors(module))[name]
+    else:
+        value = getattr(module, name)
     value = value.dequantize() if value.is_quantized else value.detach()
     for one in accelerate_hooks(module) if value.is_meta else ():
         weights = getattr(one, "weights_map", None)
