@@ -30,6 +30,7 @@ from h2o.hf.attention.attention_call import (
 from h2o.hf.cache_state import slot_layout
 from h2o.hf.cache_state.layer_snapshot import restore, take_snapshot
 from h2o.hf.cache_state.slot_layout import Budgets, Capacity
+from h2o.hf.conversation.forward_pass import disagreement_message
 from h2o.hf.conversation.pass_guard import WITHOUT_CACHE
 from h2o.hf.layers.base_layer import BaseLayer
 from h2o.hf.layers.crop import record_pass
@@ -112,6 +113,10 @@ class H2OLayer(BaseLayer):
                 f"attention of layer {self.layer_idx} ran twice for the same keys. An H2OCache "
                 "does not support repeated forward passes: switch gradient checkpointing off"
             )
+        has_stored = the_pass is not None and self.layer_idx in the_pass.stored
+        if has_stored and call.unsupported is None:  # the last layers did not run
+            guard.layer_rejected()
+            raise RuntimeError(disagreement_message(the_pass, guard.counting))
         try:
             if call.unsupported is not None:
                 raise call.unsupported
