@@ -7,8 +7,8 @@
  * has, in c[0..1], elements 2 (i % 4) and the next of row i / 4, and in c[2..3] the same of row
  * i / 4 + 8. So four lanes share a row.
  *
- * Quantized rows of slots are converted to 16 bits as they are loaded. Keys become the integers of
- * Q8, which 16 bits hold exactly; their scale is applied after the product, so logits and scores
+ * Quantized rows of slots are converted to 16 bits as they are loaded. Keys become the integers q of
+ * quantize.h, which 16 bits hold exactly; their scale is applied after the product, so logits and scores
  * are as exact as with floats. Values are rounded to the format of the queries, with a relative
  * error u of at most 2^-9 in bfloat16 and 2^-12 in float16, as those of new tokens were. The error
  * of an output is u sum p |v|, as much as the rounding of p causes. */

@@ -130,7 +130,8 @@ struct q8_rows {
     /* ROW: an row_ref or lane_elements. */
     template <typename ROW> DEVICE_METHOD void store(char *row, ROW from, int64_t D) const {
         bool finite;
-        const quantizer q = q8_quantizer(most_of(from, D, &finite), finite);
+        const float most = most_of(from, D, &finite);
+        const quantizer q = q8_quantizer(most, finite);
         each_element(from, D,
                      [&](int64_t d, float x) { row[d] = (char)(int8_t)q8_quantized(q, x); });
         if (threadIdx.x % 32 == 0) store_half(row + D, q.scale);
@@ -191,7 +192,8 @@ struct s4_rows {
 
     template <typename ROW> DEVICE_METHOD void store(char *row, ROW from, int64_t D) const {
         bool finite;
-        const quantizer q = s4_quantizer(most_of(from, D, &finite), finite);
+        const float most = most_of(from, D, &finite);
+        const quantizer q = s4_quantizer(most, finite);
         each_element(from, D,
                      [&](int64_t d, float x) { store_halves(row, d, s4_quantized(q, x)); });
         if (threadIdx.x % 32 == 0) store_half(row + D / 2, q.scale);

@@ -265,10 +265,8 @@ class H2OConfig(Presets):
         return self.ratio_of == "seen" and any(isinstance(x, float) and x for x in amounts)
 
     def for_model(self, model: Any) -> H2OConfig:
-        """Fill in what depends on the model: the shipped profile, bits, and bytes of a token.
-
-        Args:
-            model: a transformers model or its config.
+        """Fill in what depends on the model, a transformers model or its config: the shipped profile,
+        bits, and bytes of a token.
 
         Raises: ValueError for a profile of another model, and if none is shipped for this one.
         TypeError if `model` is neither a model nor a config.
@@ -298,21 +296,24 @@ class H2OConfig(Presets):
 
         All layers must have the same budget. If heads differ, this is their mean, rounded down.
         """
-        n = check_count("n", n, 0)
+        return mean_pair(self._tokens_by_head(check_count("n", n, 0)))
+
+    def _tokens_by_head(self, n: int) -> list[tuple[int, int]]:
         more = n, self.sinks, self._token_bytes, self.min_tokens, False
         pairs = pair_amounts(self.layer_amounts(0, 1), "key/value head")
-        return mean_pair([count_pair(pair, *more) for pair in pairs])
+        return [count_pair(pair, *more) for pair in pairs]
 
     def count_held(self, n: int, prompt: int | None = None) -> int:
-        """Tokens that a row of n tokens holds at its end, without pins. Its prompt had `prompt`
-        tokens, or n if `prompt` is None."""
+        """Tokens that a row of n tokens holds at its end, without pins: the mean over heads, rounded
+        down. Its prompt had `prompt` tokens, or n if `prompt` is None."""
         n, given = check_count("n", n, 0), n if prompt is None else check_count("prompt", prompt, 0)
         counted = count_text(given, n) if self.ratio_of == "seen" else given
         pairs = pair_amounts(self.layer_amounts(0, 1), "key/value head")
         of_keys = self.ratio_of == "seen" and self.budget_unit == "keys"
         if of_keys and all(map(is_whole_text, pairs)):
             return n
-        return min(n, self.sinks + sum(self.tokens(counted)))
+        held = [min(n, self.sinks + sum(pair)) for pair in self._tokens_by_head(counted)]
+        return sum(held) // len(held)
 
     def layer_amounts(self, layer: int, layers: int) -> tuple[Any, Any]:
         """(heavy, recent) of one layer, each a single amount or one for each key/value head."""

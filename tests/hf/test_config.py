@@ -47,6 +47,7 @@ def test_what_a_row_holds_at_its_end():
     assert H2OConfig(heavy=0.25, recent=2, min_tokens=0).count_held(40, prompt=20) == 12
     assert H2OConfig(heavy=0.25, recent=2, min_tokens=0).count_held(47, prompt=20) == 13
     assert H2OConfig.full().count_held(7) == 7
+    assert H2OConfig(heavy=[[2, 60]], recent=4).count_held(20) == 13, "6 and 20, not 20 and 20"
     assert H2OConfig(heavy=0.1, recent=0.1, **of_prompt).count_held(100, prompt=5) == 2
 
 
