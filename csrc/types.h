@@ -91,6 +91,13 @@ H2O_INLINE bool h2o_row_has_scale(h2o_dtype stored) {
 #undef H2O_SCALE
 }
 
+/* Whether the elements of a row are in groups of more than one: fewer than 8 bits each. */
+H2O_INLINE bool h2o_row_is_grouped(h2o_dtype stored) {
+#define H2O_GROUPED(name, group, bytes, scale) || ((group) > 1 && stored == H2O_##name)
+    return false H2O_ROWS(H2O_GROUPED);
+#undef H2O_GROUPED
+}
+
 H2O_INLINE bool h2o_row_is_quantized(h2o_dtype stored) {
 #define H2O_IS(name, ...) || stored == H2O_##name
     return false H2O_QUANTIZED_ROWS(H2O_IS);

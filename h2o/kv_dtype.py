@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
 
 FIXED = 32
 """Bytes per head outside its slots, without offsets: `next_slot`, `budget`, `evicted_score`, and
@@ -10,7 +11,7 @@ the head's part of the row's `seen_tokens`."""
 
 
 KvDtype = Literal["auto", "int8", "int8-int4", "int4"]
-"""The quantized formats, and "auto", which `fewest_bits` resolves to one of them."""
+"""The quantized formats, and "auto", which `choose_bits` resolves to one of them."""
 
 QUANTIZED: tuple[str, ...] = tuple(name for name in get_args(KvDtype) if name != "auto")
 """Quantized formats of keys and values. A `kv_dtype` of None stores them in their own dtype."""
@@ -38,9 +39,27 @@ def has_four_bit_values(kv_dtype: str | None) -> bool:
     return kv_dtype in ("int8-int4", "int4")
 
 
-def fewest_bits(D: int | None) -> str:
-    """The smallest `kv_dtype` that supports a head dimension."""
-    return "int8-int4" if isinstance(D, int) and D % 32 == 0 else "int8"
+def has_four_bit_keys(kv_dtype: str | None) -> bool:
+    """Whether keys have four bits."""
+    return kv_dtype == "int4"
+
+
+FEW_BYTES = 0.05
+"""Share of a full cache's bytes up to which more keys are worth more than precise ones. (Measured:
+docs/reference/results.md, "Keys in four bits".)"""
+
+
+def choose_bits(D: int | None, shares: Sequence[Any]) -> str:
+    """The `kv_dtype` that "auto" stands for.
+
+    Args:
+        D: the head dimension; None for a latent or if it is not known.
+        shares: heavy and recent of a budget in bytes; empty for a budget in keys.
+    """
+    if not isinstance(D, int) or D % 32:
+        return "int8"
+    of_bytes = shares and all(isinstance(x, float) for x in shares)
+    return "int4" if of_bytes and sum(shares) <= FEW_BYTES else "int8-int4"
 
 
 TokenBytes = tuple[int, int, int]

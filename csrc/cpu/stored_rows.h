@@ -235,6 +235,9 @@ VEC void store_widened(char *to, uint64_t numbers) {
     memcpy(to, &bytes, sizeof bytes);
 }
 
+/* The type as which quantized keys are multiplied. */
+VEC h2o_dtype widened_type(h2o_dtype type) { return type == H2O_S4 ? H2O_Q8 : type; }
+
 /* to [D + 2] = a row of S4 as one of Q8. */
 VEC void widen_row(const char *row, int64_t D, char *to) {
     enum { WORD = sizeof(uint64_t), HALF = H2O_GROUP / 2 };

@@ -206,4 +206,24 @@ template <int LANES = 32> DEVICE float max_of_lanes(float x) {
     return x;
 }
 
+/* The largest magnitude of a row (a row_ref or lane_elements), the same in all lanes; *finite:
+ * whether all of its elements are finite. */
+template <typename ROW> DEVICE float most_of(ROW row, int64_t D, bool *finite) {
+    float high = 0.0f;
+    bool sound = true;
+    each_element(row, D, [&](int64_t, float x) {
+        sound = sound && x - x == 0.0f;
+        high = fmaxf(high, fabsf(x));
+    });
+    *finite = warp_all(sound);
+    return max_of_lanes(high);
+}
+
+/* The L2 norm of a row (a row_ref or lane_elements), the same in all lanes. */
+template <typename ROW> DEVICE float norm_of(ROW row, int64_t D) {
+    float sum = 0.0f;
+    each_element(row, D, [&](int64_t, float x) { sum = fmaf(x, x, sum); });
+    return sqrtf(sum_of_lanes(sum));
+}
+
 #endif

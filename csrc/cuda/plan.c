@@ -133,7 +133,8 @@ static bool is_step_of_matrices(const h2o_step_params *p) {
     if (h2o_given(&p->rotary.table)) return false;
     if (of_keys == type && of_values == type)
         return has_aligned_rows(keys, 16) && has_aligned_rows(values, 16);
-    const bool known = of_keys == H2O_Q8 || of_values == H2O_Q4; /* as step_matrix.cuh combines */
+    /* as step_matrix.cuh combines them */
+    const bool known = h2o_row_is_grouped(of_values) || !h2o_row_is_grouped(of_keys);
     return known && h2o_row_is_quantized(of_keys) && h2o_row_is_quantized(of_values) &&
            has_aligned_rows(keys, 2) && has_aligned_rows(values, words);
 }

@@ -277,9 +277,9 @@ DEVICE void matrix_parts(const step_item *item, int part, int last, unsigned cha
         typedef direct_rows<DEPTH, q8_keys, q8_values<DEPTH, TYPE>> byte_rows;
         typedef direct_rows<DEPTH, q8_keys, q4_values<DEPTH, TYPE>> mixed_rows;
         typedef direct_rows<DEPTH, s4_keys, q4_values<DEPTH, TYPE>> half_rows;
-        if (item->store.values.type == H2O_Q8)
+        if (!h2o_row_is_grouped(item->store.values.type))
             parts_by_tiles<DEPTH, TYPE, byte_rows>(item, part, last, shared);
-        else if (item->store.keys.type == H2O_S4)
+        else if (h2o_row_is_grouped(item->store.keys.type))
             parts_by_tiles<DEPTH, TYPE, half_rows>(item, part, last, shared);
         else
             parts_by_tiles<DEPTH, TYPE, mixed_rows>(item, part, last, shared);

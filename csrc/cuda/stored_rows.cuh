@@ -63,19 +63,6 @@ struct float_rows {
     }
 };
 
-/* The largest magnitude of a row (a row_ref or lane_elements), the same in all lanes; *finite:
- * whether all of its elements are finite. */
-template <typename ROW> DEVICE float most_of(ROW row, int64_t D, bool *finite) {
-    float high = 0.0f;
-    bool sound = true;
-    each_element(row, D, [&](int64_t, float x) {
-        sound = sound && x - x == 0.0f;
-        high = fmaxf(high, fabsf(x));
-    });
-    *finite = warp_all(sound);
-    return max_of_lanes(high);
-}
-
 /* Rows of D bytes and a scale. */
 struct q8_rows {
     DEVICE_METHOD float scale(const char *row, int64_t D) const {
@@ -300,13 +287,6 @@ DEVICE void store_loaded(char *row, h2o_dtype stored, row_ref from, int64_t D) {
         if (d < D && stored == H2O_F32) ((uint32_t *)row)[d] = bits.x[i];
         if (d < D && stored != H2O_F32) ((uint16_t *)row)[d] = (uint16_t)bits.x[i];
     }
-}
-
-/* The L2 norm of a row (an row_ref or lane_elements), the same in all lanes. */
-template <typename ROW> DEVICE float norm_of(ROW row, int64_t D) {
-    float sum = 0.0f;
-    each_element(row, D, [&](int64_t, float x) { sum = fmaf(x, x, sum); });
-    return sqrtf(sum_of_lanes(sum));
 }
 
 #endif

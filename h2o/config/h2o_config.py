@@ -29,7 +29,7 @@ from h2o.config.fields import ConfigFields, Positions
 from h2o.config.head_budgets import NAMED, SHARED_TWICE, check_table
 from h2o.config.presets import Presets, echo_fields, recommended_unit, warn_of_few_keys
 from h2o.config.profile import Profile
-from h2o.kv_dtype import KvDtype, TokenBytes, bytes_per_token, fewest_bits
+from h2o.kv_dtype import KvDtype, TokenBytes, bytes_per_token, choose_bits
 from h2o.model_identity import config_of, describe, key_size, latent_row
 from h2o.policy import OPERATIONS_SCORE_BY, Policy, ScoreBy, check_names, check_policy
 
@@ -92,11 +92,11 @@ class H2OConfig(Presets):
     value_weighted: bool = False
     """Multiply the rank by the L2 norm of the key's value."""
     kv_dtype: KvDtype | None = None
-    """Format of stored keys and values. None: the model's dtype. "int8": 8-bit integers with one
-    16-bit scale per key and value. "int8-int4": the same for keys, and 4-bit values in groups of
-    32, each with a 16-bit scale and minimum (compare Liu et al., "KIVI", ICML 2024). "int4": 4-bit
-    keys too, with one scale per key. "auto": "int8-int4" if the model's head dimension is a
-    multiple of 32, otherwise "int8". New tokens of one pass see each other unquantized."""
+    """Format of stored keys and values. None: the model's dtype. "int8": 8 bits, with one 16-bit
+    scale per key and value. "int8-int4": the same for keys, and 4-bit values in groups of 32, each
+    with a scale and a minimum. "int4": 4-bit keys too, with one scale per key. "auto": "int8" if
+    the head dimension is no multiple of 32, otherwise "int4" for at most 5% of the bytes of a full
+    cache, and "int8-int4" for more. New tokens of one pass see each other unquantized."""
     head_shares: Any = None
     """How the key/value heads share the budget. The mean over all heads stays what `heavy` and
     `recent` say, and every head gets at least 8 tokens. None: equal shares. Numbers
@@ -265,15 +265,13 @@ class H2OConfig(Presets):
         return self.ratio_of == "seen" and any(isinstance(x, float) and x for x in amounts)
 
     def for_model(self, model: Any) -> H2OConfig:
-        """Fill in what depends on the model, a transformers model or its config: the shipped profile,
-        bits, and bytes of a token.
+        """Fill in what depends on a model (or its config): profile, bits, and bytes of a token.
 
-        Raises: ValueError for a profile of another model, and if none is shipped for this one.
-        TypeError if `model` is neither a model nor a config.
+        Raises: ValueError for a profile of another model, and if none is shipped for this one;
+        TypeError if `model` is neither.
         """
         config = config_of(model)
-        shares, kv_dtype = self.head_shares, self.kv_dtype
-        token_bytes = self._token_bytes
+        shares, kv_dtype, token_bytes = self.head_shares, self.kv_dtype, self._token_bytes
         if isinstance(shares, str) and shares == "shipped":
             shares = Profile.shipped(model)
             if shares is None:
@@ -284,7 +282,9 @@ class H2OConfig(Presets):
         elif isinstance(shares, Profile):
             shares.check(model)
         if kv_dtype == "auto":
-            kv_dtype = fewest_bits(None if latent_row(config) else describe(config).get("head_dim"))
+            head_dim = None if latent_row(config) else describe(config).get("head_dim")
+            of_bytes = (self.heavy, self.recent) if self.budget_unit == "bytes" else ()
+            kv_dtype = choose_bits(head_dim, of_bytes)
         if self.budget_unit == "bytes":
             token_bytes = bytes_per_token(*key_size(config), kv_dtype, self.value_weighted)
         return dataclasses.replace(
@@ -304,8 +304,8 @@ class H2OConfig(Presets):
         return [count_pair(pair, *more) for pair in pairs]
 
     def count_held(self, n: int, prompt: int | None = None) -> int:
-        """Tokens that a row of n tokens holds at its end, without pins: the mean over heads, rounded
-        down. Its prompt had `prompt` tokens, or n if `prompt` is None."""
+        """Tokens that a row of n tokens holds at its end, without pins (mean over heads, rounded
+        down). Its prompt had `prompt` tokens, or n if `prompt` is None."""
         n, given = check_count("n", n, 0), n if prompt is None else check_count("prompt", prompt, 0)
         counted = count_text(given, n) if self.ratio_of == "seen" else given
         pairs = pair_amounts(self.layer_amounts(0, 1), "key/value head")

@@ -156,6 +156,7 @@ class CacheInspection(Cache):
             echo_replacement=self.echo_replacement,
             budget=self.config.described_budget,
             budget_tokens=self._budget_tokens(),
+            kv_dtype=self.config.kv_dtype,
         )
 
     def _budget_tokens(self) -> int:

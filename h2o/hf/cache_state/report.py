@@ -10,6 +10,8 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
+from h2o.kv_dtype import has_four_bit_keys
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerReport:
@@ -100,6 +102,8 @@ class Report:
     """The budget as the user wrote it, such as "budget=0.2" or "heavy=0.1, recent=0.1"."""
     budget_tokens: int = 0
     """Tokens of the longest row that the budget is a fraction of; 0 for a budget in tokens."""
+    kv_dtype: str | None = None
+    """Format of stored keys and values, as in `H2OConfig`. "auto" is resolved."""
 
     @property
     def total(self) -> LayerReport:
@@ -119,10 +123,11 @@ class Report:
         return LayerReport(-1, "total", **tokens, **by_head, **sums, **flags)
 
     def as_dict(self) -> dict[str, Any]:
-        """Convert to {"layers": [...], "total": {...}, "note": text}."""
+        """Convert to {"layers": [...], "total": {...}, "kv_dtype": name, "note": text}."""
         return {
             "layers": [layer.as_dict() for layer in self.layers],
             "total": self.total.as_dict(),
+            "kv_dtype": self.kv_dtype,
             "note": self.note,
         }
 
@@ -171,7 +176,8 @@ class Report:
         held = (
             f"{short}The cache holds {total.kept[0] / total.seen[0]:.1%} of the tokens in "
             f"{share:.1%} of the bytes of a full cache"
-            f"{', free slots included' if has_free_slots else ''}. "
+            f"{', free slots included' if has_free_slots else ''}"
+            f"{', keys and values in four bits' if has_four_bit_keys(self.kv_dtype) else ''}. "
         )
         return f"{held}Evicted tokens had received {total.share_evicted:.1%} of the attention" + (
             " to tokens that are not pinned." if any(total.pinned) else "."
