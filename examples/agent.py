@@ -4,8 +4,8 @@
 
 A user asks for a report on many rooms. For each room the model says something, and a tool answers
 with a long list. Only the last three lists stay in the cache. Beside it are (a) a full cache that
-prefills the shortened chat again, as engines without `evict` must, and (b) a full cache that keeps
-every list.
+reads the shortened chat anew for each turn, as engines without `evict` must, and (b) a full cache
+that keeps every list. At the end all three are asked about what was not forgotten.
 """
 
 from __future__ import annotations
@@ -20,9 +20,15 @@ import h2o
 
 TASK = (
     "Check all rooms of the museum, one after the other. The keeper of the museum is called Orla "
-    "Venn. Remember this name. I will ask for it at the end."
+    "Venn. The museum closes at half past seven. The code of the alarm is 4182. Remember all this. "
+    "I will ask for it at the end."
 )
-QUESTION = "All rooms are checked. What is the name of the keeper of the museum?"
+FACTS = (
+    ("All rooms are checked. What is the name of the keeper of the museum?", "Venn"),
+    ("All rooms are checked. When does the museum close?", "seven"),
+    ("All rooms are checked. What is the code of the alarm?", "4182"),
+)
+"""What the task says: questions, and what a right answer contains"""
 WORDS = "lamp vase coin mask rope bell drum sail book fork knot cage harp kite oar quill".split()
 
 
@@ -35,45 +41,47 @@ def result(room: int, items: int) -> dict[str, str]:
 class Agent:
     """A chat on one cache that forgets all tool results except the last `keep_last`."""
 
-    def __init__(self, model: Any, tokenizer: Any, cache: Any, keep_last: int | None) -> None:
-        self.model, self.tokenizer, self.cache, self.keep_last = model, tokenizer, cache, keep_last
-        inputs = tokenizer.apply_chat_template(
-            [{"role": "user", "content": TASK}],
-            add_generation_prompt=True, return_tensors="pt", return_dict=True,
-        )  # fmt: skip
-        self.ids = self.answer(inputs["input_ids"], 8)
+    def __init__(
+        self, model: Any, tokenizer: Any, ids: torch.Tensor, keep_last: int | None = None
+    ) -> None:
+        """
+        Args:
+            ids: [1, n], the beginning of the chat.
+            keep_last: None keeps all results.
+        """
+        self.model, self.tokenizer, self.ids, self.keep_last = model, tokenizer, ids, keep_last
+        self.cache = h2o.H2OCache(model, h2o.H2OConfig.full())
+        self.seconds = 0.0
+        """CPU seconds of all turns so far, which no other program disturbs"""
 
-    def answer(self, ids: torch.Tensor, tokens: int) -> torch.Tensor:
-        """The ids of the chat with up to so many more tokens."""
-        return self.model.generate(
-            ids, attention_mask=torch.ones_like(ids), cache=self.cache, max_new_tokens=tokens,
-            do_sample=False, pad_token_id=0,
-        )  # fmt: skip
-
-    def turn(self, message: Any, tokens: int = 8) -> int:
+    def turn(self, message: Any) -> int:
         """Answer a message. Returns the number of tokens that were read."""
-        seen = self.cache.get_seq_length()
+        start, seen = time.process_time(), self.cache.get_seq_length()
         ids = h2o.next_turn(self.tokenizer, self.ids, message)
-        self.ids = self.answer(ids, tokens)
+        self.ids = self.answer(self.cache, ids, 8)
         if self.keep_last is not None:
             spans = h2o.tool_spans(self.tokenizer, self.ids, self.keep_last)
             self.cache.evict(spans, ids=self.ids)
             self.ids = h2o.without_spans(self.ids, spans)
+        self.seconds += time.process_time() - start
         return ids.shape[1] - seen
 
+    def answer(self, cache: Any, ids: torch.Tensor, tokens: int) -> torch.Tensor:
+        """The ids of the chat with up to so many more tokens."""
+        return self.model.generate(
+            ids, attention_mask=torch.ones_like(ids), cache=cache, max_new_tokens=tokens,
+            do_sample=False, pad_token_id=0,
+        )  # fmt: skip
+
     def ask(self, question: str) -> str:
-        """The answer to a question."""
-        before = h2o.next_turn(self.tokenizer, self.ids, question).shape[1]
-        self.turn(question, 24)
-        return self.tokenizer.decode(self.ids[0, before:], skip_special_tokens=True)
+        """The answer to a question, which leaves no trace in the chat."""
+        ids = h2o.next_turn(self.tokenizer, self.ids, question)
+        out = self.answer(self.cache.fork(), ids, 16)
+        return self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
 
-
-def prefill_time(model: Any, ids: torch.Tensor) -> float:
-    """Seconds to prefill the chat with a new full cache."""
-    start = time.perf_counter()
-    with torch.no_grad():
-        model(ids, cache=h2o.H2OCache(model, h2o.H2OConfig.full()), logits_to_keep=1)
-    return time.perf_counter() - start
+    def megabytes(self) -> float:
+        """What the cache holds."""
+        return self.cache.report().total.bytes_held / 1e6
 
 
 def main() -> None:
@@ -83,28 +91,33 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=12, help="things per room (%(default)s)")
     options = parser.parse_args()
     model, tokenizer = h2o.load_model(options.model)
-    agents = [
-        Agent(model, tokenizer, h2o.H2OCache(model, h2o.H2OConfig.full()), keep_last)
-        for keep_last in (3, None)
-    ]
-    print("call  tokens read  seconds  (a) seconds  tokens held  (b) tokens held     MB  (b) MB")
+    inputs = tokenizer.apply_chat_template(
+        [{"role": "user", "content": TASK}],
+        add_generation_prompt=True, return_tensors="pt", return_dict=True,
+    )  # fmt: skip
+    forgets, keeps = (Agent(model, tokenizer, inputs["input_ids"], x) for x in (3, None))
+    print("call  read  CPU s  (a) read  (a) CPU s  (b) CPU s      MB  (b) MB")
     for call in range(1, options.calls + 1):
-        start = time.perf_counter()
-        read = agents[0].turn(result(call, options.items))
-        seconds = time.perf_counter() - start
-        agents[1].turn(result(call, options.items))
+        anew = Agent(model, tokenizer, forgets.ids)
+        message = result(call, options.items)
+        before = [agent.seconds for agent in (forgets, keeps)]
+        read, _ = forgets.turn(message), keeps.turn(message)
         if call % 10 and call != options.calls:
             continue
-        anew = prefill_time(model, agents[0].ids)
-        held = [agent.cache.get_seq_length() for agent in agents]
-        size = [agent.cache.report().total.bytes_held / 1e6 for agent in agents]
+        read_anew = anew.turn(message)
+        now, full = forgets.seconds - before[0], keeps.seconds - before[1]
         print(
-            f"{call:4}  {read:11}  {seconds:7.2f}  {anew:11.2f}  {held[0]:11}  {held[1]:15}  "
-            f"{size[0]:5.1f}  {size[1]:6.1f}"
+            f"{call:4}  {read:4}  {now:5.2f}  {read_anew:8}  {anew.seconds:9.2f}  {full:9.2f}  "
+            f"{forgets.megabytes():6.2f}  {keeps.megabytes():6.2f}",
+            flush=True,
         )
-    for name, agent in zip(("without the results", "with all results"), agents, strict=True):
-        print(f"{name}: {agent.ask(QUESTION)!r}")
-    print(agents[0].cache.report().note)
+    print(f"CPU seconds of all calls: {forgets.seconds:.0f}, (b) {keeps.seconds:.0f}")
+    agents = {"forgets": forgets, "(a)": anew, "(b)": keeps}
+    for question, right in FACTS:
+        for name, agent in agents.items():
+            said = agent.ask(question)
+            print(f"{name:7}  {'found' if right in said else 'not found':9}  {said!r}", flush=True)
+    print(forgets.cache.report().note)
 
 
 if __name__ == "__main__":

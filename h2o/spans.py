@@ -72,6 +72,17 @@ def overlap(row: Row, other: Row) -> Row:
     ]
 
 
+def subtract(row: Row, other: Row) -> Row:
+    """The positions of `row` that `other` lacks."""
+    left = []
+    for start, stop in row:
+        for a, b in overlap(other, [(start, stop)]):
+            left.append((start, a))
+            start = b
+        left.append((start, stop))
+    return [(start, stop) for start, stop in left if start < stop]
+
+
 def without(row: Row, removed: Row) -> Row:
     """The spans of `row`, none of which overlaps those of `removed`, in the text without the
     latter."""

@@ -49,9 +49,13 @@ def test_an_agent_forgets_old_results(with_ends):
     out = run("agent.py", "--model", with_ends, "--calls", "12", "--items", "9")
     rows = [line.split() for line in out.splitlines() if re.match(r" +\d+ ", line)]
     assert [row[0] for row in rows] == ["10", "12"]
-    (_, read, _, _, left, full, *_), (_, later, _, _, left_later, full_later, *_) = rows
-    assert abs(int(read) - int(later)) < 20, "a turn reads only what is new"
-    assert int(full_later) - int(full) > 2 * (int(left_later) - int(left))
+    values = [[float(row[i]) for i in (1, 3, 6, 7)] for row in rows]
+    (read, anew, left, full), (later, anew_later, left_later, full_later) = values
+    assert abs(read - later) < 20, "a turn reads only what is new"
+    assert anew > 3 * read
+    assert anew_later > anew
+    assert full_later - full > 1.5 * (left_later - left)
+    assert len(re.findall(r"^(?:forgets|\(a\)|\(b\)) +(?:not )?found ", out, re.M)) == 9
     assert "evict() has removed" in out
 
 

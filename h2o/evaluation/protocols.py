@@ -32,7 +32,7 @@ from h2o.evaluation.setting import Setting
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.document.compress import compress_document
 from h2o.hf.model_traits.wrappers import forward_accepts, input_device
-from h2o.hf.simulation import simulation
+from h2o.hf.simulation import checks, simulation
 
 PROTOCOLS = ("simulate", "drop", "read")
 
@@ -83,7 +83,7 @@ def check(setting: Setting, protocol: str, prompt_length: int) -> None:
                 "protocol=simulate"
             )
     else:
-        simulation.check(setting.config, MASKS.get(setting.variant), prompt_length, "text")
+        checks.check(setting.config, MASKS.get(setting.variant), prompt_length, "text")
 
 
 def why_no_text(setting: Setting, protocol: str) -> str:

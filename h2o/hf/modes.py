@@ -199,7 +199,7 @@ _FRESH = "each call gets a cache of its own"
 APART: tuple[tuple[Mode, tuple[Mode, ...], str], ...] = (
     (
         M.SIMULATED,
-        (M.CHUNKS, M.BEAMS, M.CROP, M.NAMED_SPANS, M.TURNS, M.FORK, M.FILE, M.ROW_MOVES,
+        (M.CHUNKS, M.BEAMS, M.CROP, M.TURNS, M.FORK, M.FILE, M.ROW_MOVES,
          M.COMPILED, M.FROM_DYNAMIC, M.GENERATE_ALL, M.REREADING),
         _NO_CACHE,
     ),
@@ -296,6 +296,11 @@ TESTED: tuple[tuple[Mode, tuple[Mode, ...], str], ...] = (
     ),
     (M.NAMED_SPANS, (M.BITS, M.FEW_BITS, M.AUTOCAST), f"{SPANS}::test_keys_are_rotated_as_stored"),
     (M.NAMED_SPANS, (M.REREADING,), f"{SPANS}::test_a_compressed_document"),
+    (
+        M.NAMED_SPANS,
+        (M.SIMULATED,),
+        "tests/hf/test_simulated_removal.py::test_it_answers_as_a_cache",
+    ),
     (
         M.VLLM,
         (M.HEAD_BUDGETS, M.SHARED_BUDGET, M.ECHO, M.BITS, M.FEW_BITS),

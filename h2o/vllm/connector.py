@@ -169,14 +169,12 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
     def _arguments_of(self, request: Any) -> dict[str, Any]:
         """The `vllm_xargs` of a request, without `h2o_evict` if that is not supported."""
         arguments = arguments_of(request)
-        reasons = {
-            "a session's turn has no prefix of its own": request.num_computed_tokens,
-            "layers with a sliding window still hold them": len(self.groups) < self.num_groups,
-        }
-        why = next((reason for reason, holds in reasons.items() if holds), None)
-        if EVICT not in arguments or why is None:
+        if EVICT not in arguments or len(self.groups) == self.num_groups:
             return arguments
-        logger.warning("h2o: a request keeps the tokens that it asks to forget: %s", why)
+        logger.warning(
+            "h2o: a request keeps the tokens that it asks to forget: layers with a sliding window "
+            "still hold them"
+        )
         return {name: x for name, x in arguments.items() if name != EVICT}
 
     def build_connector_meta(self, scheduler_output: Any) -> Plan:
@@ -256,14 +254,18 @@ class StoredPromptsConnector(KVConnectorBase_V1, SupportsHMA):
             for store in stores:
                 store.release(page)
         for page, (prompt, arguments) in kv_connector_metadata.requests.items():
-            self.engine.requests[page] = read_request(
-                arguments, prompt, self.engine.budget, self.keys
-            )
+            request = read_request(arguments, prompt, self.engine.budget, self.keys)
+            if before := self.engine.requests.get(page):  # a session goes on
+                request = request._replace(removed=before.removed)
+            self.engine.requests[page] = request
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         plan: Any = self._get_connector_metadata()
         for page, other, tokens, whole in plan.begins:
             self.worker_prompts.begin(stores_of(self.impls), page, other, tokens, whole=whole)
+            if whole:
+                request = self.engine.requests[other]
+                self.engine.requests[other] = request._replace(removed=request.evicted)
         self.worker_prompts.drop(plan.dropped)
 
     def wait_for_layer_load(self, layer_name: str) -> None:

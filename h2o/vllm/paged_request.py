@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from h2o.arguments.plain_values import check_count, wrong
 from h2o.budgets import check_amount
 from h2o.config import H2OConfig
-from h2o.spans import Row, check_spans, overlap, parse_spans, size
+from h2o.spans import Row, check_spans, merge_spans, overlap, parse_spans, size, subtract, without
 
 PINS = "h2o_pinned"
 """Argument in `vllm_xargs`: spans as text, 0:40,100:120, or as pairs of numbers; or "prompt" """
@@ -29,9 +29,13 @@ at a time, so that its log-likelihoods are those with the kept keys"""
 
 EVICT = "h2o_evict"
 """Argument in `vllm_xargs`: spans, like those of `PINS`, of tokens of the prefix that the request
-forgets before it goes on with the rest of the prompt"""
+forgets before it goes on with the rest of the prompt. A later turn of a session forgets tokens of
+the turns before it, all of which its prefix must then have"""
 
-OF_REQUESTS = ("h2o_heavy", "h2o_recent", PINS, PREFIX, CONTEXT, EVICT)
+BUDGET = ("h2o_heavy", "h2o_recent")
+"""Arguments in `vllm_xargs`: the budget of a request, or of all turns of a session"""
+
+OF_REQUESTS = (*BUDGET, PINS, PREFIX, CONTEXT, EVICT)
 
 
 class PagedRequest(NamedTuple):
@@ -47,12 +51,19 @@ class PagedRequest(NamedTuple):
     """Number of tokens of a prefix that is cut before the rest of the prompt, 0 if there is none"""
     evicted: Row = []  # noqa: RUF012 - never changed
     """Spans that are removed after the `first` tokens"""
+    removed: Row = []  # noqa: RUF012 - never changed
+    """Those of these spans that are no longer in the request's page"""
 
     @property
     def first(self) -> int:
         """Number of tokens that are prefilled first and then cut to the budget. A budget that is a
         fraction is a fraction of these."""
         return self.prefix or self.prompt
+
+    @property
+    def due(self) -> Row:
+        """Spans to remove after the `first` tokens, in the text without those that are gone."""
+        return without(subtract(self.evicted, self.removed), self.removed)
 
 
 def with_budget(config: H2OConfig, arguments: dict[str, Any]) -> H2OConfig | None:
@@ -133,7 +144,7 @@ def with_pins(config: H2OConfig, arguments: dict[str, Any], prompt: int | None =
     return pinned
 
 
-def evicted_spans(arguments: dict[str, Any], first: int | None = None) -> Row:
+def evicted_spans(arguments: Mapping[str, Any], first: int | None = None) -> Row:
     """The spans of its prefix that a request forgets, by `h2o_evict` in its `vllm_xargs`.
 
     Args:
@@ -149,7 +160,8 @@ def evicted_spans(arguments: dict[str, Any], first: int | None = None) -> Row:
     if not prefix:
         raise ValueError(
             f"{EVICT} names tokens of a prefix: pass {PREFIX} too, the number of its tokens. "
-            "Without a prefix leave the tokens out of the prompt"
+            "Without a prefix leave the tokens out of the prompt. In a later turn of a session the "
+            "prefix is everything before this turn"
         )
     spans = _parse(given) if isinstance(given, str) else check_spans(EVICT, given)
     pinned = _pinned(arguments)
@@ -161,6 +173,60 @@ def evicted_spans(arguments: dict[str, Any], first: int | None = None) -> Row:
     if size(spans) == n:
         raise ValueError(f"{EVICT} leaves nothing of the prefix: leave it out of the prompt")
     return spans
+
+
+def arguments_of_turn(
+    before: Mapping[str, Any], prompts: tuple[int, int], now: Mapping[str, Any], tokens: int
+) -> dict[str, Any]:
+    """The `vllm_xargs` of a session's turn, with what holds for all turns: the budget of the first
+    one, and all pins and forgotten tokens so far. A session that begins anew after a preemption
+    needs all of them.
+
+    Args:
+        before: the arguments of the turn before, as this function has returned them.
+        prompts: number of tokens of the session at the end of the prompts of that turn and of this.
+        now: the arguments that this turn has.
+        tokens: number of tokens of the session before this turn.
+
+    Raises: TypeError, ValueError for `h2o_evict` with other tokens than the session has.
+    """
+    gone, pinned = _held_before(before, prefix_tokens(before, prompts[0]) or prompts[0])
+    asked, said = evicted_spans(now), prefix_tokens(now, sys.maxsize)
+    how = CONTEXT if reads_by_token(now) else PREFIX
+    new = subtract(asked, gone)
+    if new and said != tokens:
+        raise ValueError(
+            f"{EVICT} names tokens of a session that has {tokens} tokens before this turn, but "
+            f"{how} is {said}. vLLM leaves out the last token of each answer"
+        )
+    if shared := overlap(new, pinned):
+        raise ValueError(f"{EVICT} names token {shared[0][0]}, which an earlier turn has pinned")
+    arguments = {name: x for name, x in now.items() if name not in BUDGET}
+    arguments |= {name: x for name, x in before.items() if name in BUDGET}
+    prefix = max(said, tokens) if said or gone else 0
+    if prefix:
+        arguments[how] = prefix
+    pins = _pinned(now)
+    spans = [(0, prefix or prompts[1])] if isinstance(pins, str) else pins
+    if spans := subtract(merge_spans([*pinned, *spans]), gone):
+        arguments[PINS] = spans
+    if spans := merge_spans([*gone, *new]):
+        arguments[EVICT] = spans
+        evicted_spans(arguments)
+    return arguments
+
+
+def _held_before(arguments: Mapping[str, Any], first: int) -> tuple[Row, Row]:
+    """The tokens that a turn has forgotten and pinned among its `first` tokens. Those that it could
+    not forget or pin are left out."""
+    try:
+        gone = evicted_spans(arguments, first)
+    except (TypeError, ValueError):
+        gone = []
+    pinned = _pinned(arguments)
+    if isinstance(pinned, str):
+        return gone, [(0, first)]
+    return gone, pinned if not pinned or pinned[-1][1] <= first else []
 
 
 def _pinned(arguments: Mapping[str, Any]) -> Row | str:

@@ -12,7 +12,7 @@ Shape letters: n tokens of the batch, H query heads, G key/value heads, D head d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -97,7 +97,7 @@ def plan(
     starts: Sequence[int],
     lengths: Sequence[int],
     pages: Sequence[int],
-    requests: Mapping[int, PagedRequest],
+    requests: MutableMapping[int, PagedRequest],
     begun: PartialPrompts,
     device: torch.device | str = "cpu",
     replayed: Container[int] = (),
@@ -107,7 +107,7 @@ def plan(
     Args:
         starts: index of each row's first token in the batch, then the end of the last row.
         lengths: number of tokens of each row, including the new ones.
-        requests: the known requests, by page.
+        requests: the known requests, by page. Those that forget tokens are updated.
         begun: the prompts that are being prefilled in chunks. Updated.
         device: device of the tensors in the result.
         replayed: pages of requests that repeat a whole stored prompt.
@@ -125,8 +125,9 @@ def plan(
             continue
         opens = length == end - begin
         request = requests.get(page) or PagedRequest(length if opens else 0)
-        if request.evicted and length - (end - begin) == request.first:
-            removed.append((page, request.evicted))
+        if length - (end - begin) == request.first and request.due:
+            removed.append((page, request.due))
+            requests[page] = request._replace(removed=request.evicted)
         if opens:
             begun.by_page.pop(page, None)  # left by another request
         elif end - begin == 1 and length > request.first:

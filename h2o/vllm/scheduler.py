@@ -14,16 +14,24 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from h2o.vllm.config_entry import whole_prompts_of
-from h2o.vllm.paged_request import arguments_of, prefix_of, reads_by_token
-from h2o.vllm.validation import entry_of
+from h2o.vllm.paged_request import (
+    BUDGET,
+    EVICT,
+    arguments_of,
+    arguments_of_turn,
+    prefix_of,
+    reads_by_token,
+)
+from h2o.vllm.validation import entry_of, logger
 
 
 class PrefixScheduler(Scheduler):
-    """vLLM's scheduler with four changes. A prompt that does not fit in one pass waits until it
+    """vLLM's scheduler with five changes. A prompt that does not fit in one pass waits until it
     can be kept whole. The prefix that a request names is prefilled up to its end, and then the rest
     in chunks of a size that does not depend on other requests, since each chunk is cut separately.
     A preempted request prefills its prompt only, and decodes the tokens of its answer again. A
-    session, which may get another turn, has only one decode step planned at a time."""
+    session, which may get another turn, has only one decode step planned at a time. What
+    its turns pin and forget holds for all later turns."""
 
     room_is_awaited = False
     """Whether a waiting request could not begin in this pass for lack of room"""
@@ -50,6 +58,25 @@ class PrefixScheduler(Scheduler):
         new = self._tokens(request, num_computed_tokens, new)
         self.room_is_awaited |= is_waiting and not new
         return new
+
+    def _update_request_as_session(self, session: Any, update: Any) -> None:
+        before, prompt = arguments_of(session), session.num_prompt_tokens
+        super()._update_request_as_session(session, update)
+        if session.sampling_params is None:
+            return
+        prompts = prompt, session.num_prompt_tokens
+        tokens = prompts[1] - len(update.prompt_token_ids or ())
+        now = arguments_of(session)
+        if any(name in now and now[name] != before.get(name) for name in BUDGET):
+            logger.warning("h2o: a session keeps the budget of its first turn")
+        try:
+            arguments = arguments_of_turn(before, prompts, now, tokens)
+        except (TypeError, ValueError) as error:
+            logger.warning("h2o: a session keeps the tokens that it asks to forget: %s", error)
+            rest = {name: x for name, x in now.items() if name != EVICT}
+            arguments = arguments_of_turn(before, prompts, rest, tokens)
+        session.sampling_params = session.sampling_params.clone()  # turns may share the object
+        session.sampling_params.extra_args = arguments
 
     def _tokens(self, request: Any, computed: int, room: int) -> int:
         """Number of tokens of a request in this pass, at most `room`. 0 if the request waits."""

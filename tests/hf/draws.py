@@ -311,6 +311,8 @@ def _later_calls(modes: set[Mode], size: int | None, chosen: random.Random) -> l
         span = {"start": chosen.randint(0, 6), "tokens": chosen.randint(1, 3)}
         parts.append([("evict", {**span, "apart": chosen.randint(0, 3)}), step])
         parts.append([("evict", {"start": 2, "tokens": 1})])
+        late = {"start": chosen.randint(7, 20), "tokens": chosen.randint(1, 6)}
+        parts.append([step, ("evict", late)])
     if M.BEAMS in modes and M.PATCHED not in modes:
         parts.append([("answer", {"columns": 2, "tokens": 4, "beams": 2})])
     if M.GAPS in modes:

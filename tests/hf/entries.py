@@ -267,6 +267,7 @@ ENTRIES: dict[str, Entry] = {
         ),
         {
             **MODEL, **CACHE, "ratio_of": A("prompt", odd.choice), "mass": A(True, odd.flag),
+            "evict": A({8: [(1, 3)]}, odd.mapping),
         },
         ("masks",),
         state=is_patched,

@@ -98,9 +98,15 @@ class Row:
     @property
     def text(self) -> list[int]:
         """The tokens that were not removed."""
+        whole, _ = self.history
+        return [whole[i] for i in self.left]
+
+    @property
+    def left(self) -> list[int]:
+        """The positions, among all tokens, of those that were not removed."""
         whole, hidden = self.history
         gone = {i for _, start, stop in hidden for i in range(start, stop)}
-        return [x for i, x in enumerate(whole) if i not in gone]
+        return [i for i in range(len(whole)) if i not in gone]
 
     @property
     def history(self) -> tuple[list[int], list[tuple[int, int, int]]]:
@@ -439,7 +445,7 @@ class Run:
         none."""
         windows = 10 if "sliding" in FAMILIES[self.program.family].layers else 0
         pins = self.options(row)["pinned"] or []
-        fixed = {i for begin, end in pins for i in range(begin, end)}
+        fixed = {i for i, x in enumerate(row.left) if any(a <= x < b for a, b in pins)}
         fixed |= {i for i, x in enumerate(row.text) if x >= tiny.IMAGE_STARTS}
         begins = (
             i

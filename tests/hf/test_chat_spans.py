@@ -7,6 +7,7 @@ import torch
 
 import h2o
 from h2o.compat import with_cache
+from h2o.hf.chat import chat_spans
 from tests.hf.chat_templates import LLAMA, NO_SYSTEM, PLAIN, THOUGHTS, byte_tokenizer
 from tests.hf.tiny import llama
 
@@ -65,6 +66,26 @@ def test_other_markers_of_thoughts():
     assert texts(tokenizer, ids, spans) == ["[THINK]a[/THINK]", thought]
     left = h2o.without_spans(ids, spans)  # the header of the answer stands there once
     assert tokenizer.decode(left[0].tolist()) == "b<|start|>assistant<|channel|>final"
+
+
+@pytest.mark.parametrize(("begin", "end"), [("<think>", "</think>"), chat_spans.THOUGHTS[-1]])
+def test_a_thought_that_was_cut(begin, end):
+    """A user's message between a thought without an end and the next thought must stay."""
+    tokenizer = tokenizer_of(THOUGHTS)
+    whole = f"{begin}2{end}"
+    ids = ids_of(tokenizer, f"{begin}1<|im_end|>Is <b> gone?{whole}No.{begin}3")
+    assert texts(tokenizer, ids, h2o.thought_spans(tokenizer, ids)) == [whole]
+    new = ids_of(tokenizer, f"{begin}1<|im_end|>Is <b> gone?No.{begin}3 And?")
+    assert texts(tokenizer, ids, h2o.dropped_spans(tokenizer, ids, new)) == [whole]
+
+
+def test_a_marker_in_a_message_begins_no_tool_result():
+    """What the user says of the marker must stay, with all that follows it."""
+    tokenizer = tokenizer_of(QWEN)
+    chat = [{"role": "user", "content": "What is <tool_response>\n for?"}, *CHAT[1:]]
+    ids = ids_of(tokenizer, tokenizer.apply_chat_template(chat, tokenize=False))
+    spans = h2o.tool_spans(tokenizer, ids, 0)
+    assert texts(tokenizer, ids, spans) == ["first", "second", "third"]
 
 
 CHAT = [

@@ -128,7 +128,8 @@ def after_prefix(
             while ids.shape[1] - end > chunk:
                 model(ids[:, end : end + chunk], **with_cache(cache))
                 end += chunk
-        out = model.generate(ids, **with_cache(cache), max_new_tokens=NEW, do_sample=False)
+        known = {"attention_mask": torch.ones_like(ids), **with_cache(cache)}
+        out = model.generate(ids, **known, max_new_tokens=NEW, do_sample=False)
         answers.append(out[0, ids.shape[1] :].tolist())
     return answers
 

@@ -13,6 +13,7 @@ import torch
 from h2o import H2OCache, H2OConfig
 from h2o.compat import with_cache
 from tests.vllm.engines import NEW, SamplingParams, after_prefix, alone, engine, prompts, served
+from tests.vllm.test_sessions import in_session, later, on_cache
 
 SMALL = {"heavy": 8, "recent": 8}
 GREEDY = {"temperature": 0, "ignore_eos": True, "detokenize": False}
@@ -108,3 +109,13 @@ def test_the_next_turn_of_a_session(llama):
                     reason = one.finish_reason
             answers.append(tokens)
     assert answers == [[*told, end], wanted]
+
+
+def test_a_session_that_forgets(llama):
+    folder, model = llama
+    first, second, third = prompts((40, 30, 20), 5)
+    turns = [(second, [(5, 20)]), (third, [(22, 31)])]
+    wanted = on_cache(model, [(first, []), *turns], H2OConfig(**SMALL))
+    with engine(folder, SMALL, async_scheduling=True, max_num_batched_tokens=32) as llm:
+        core_of(llm)
+        assert in_session(llm, later(first, turns)) == wanted

@@ -10,8 +10,12 @@ import subprocess
 import sys
 from textwrap import indent
 
-from h2o import models
+import torch
+
+from h2o import H2OCache, H2OConfig, models, without_spans
+from h2o.compat import with_cache
 from tests.launch import ROOT, launch
+from tests.vllm.engines import alone, tiny
 from tests.vllm.servers import answering, free_port, launched, openai
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -64,3 +68,47 @@ def test_batches_without_a_server(tmp_path):
     (tokens,) = re.findall("^TOKENS (.*)$", out, re.M)
     assert all(0 < int(n) <= 100 for n in tokens.split())
     assert len(tokens.split()) == 2
+
+
+SESSION = """
+import sys
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+
+async def main():
+    args = AsyncEngineArgs(
+        model=sys.argv[1], dtype="float32", enforce_eager=True, skip_tokenizer_init=True,
+        max_model_len=256, max_num_batched_tokens=256, kv_cache_memory_bytes=8 << 20,
+        additional_config={"h2o": {"heavy": 8, "recent": 8}},
+    )
+    llm = AsyncLLM.from_engine_args(args)
+    answers = await two_turns(llm, [*range(2, 42)], [*range(42, 62)])
+    llm.shutdown()
+    print("\\nTOKENS", answers)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_a_session_that_forgets(tmp_path):
+    """The page's session answers as an H2OCache does."""
+    model, code = tiny("llama", tmp_path / "model", head_dim=32), block("import asyncio")
+    first, second = [*range(2, 42)], [*range(42, 62)]
+    config, new = H2OConfig(heavy=8, recent=8), 20
+    (told,) = alone(model, [first], config, new)
+    cache = H2OCache(model.config, config)
+    text = torch.tensor([first + told[:-1]])
+    with torch.no_grad():
+        for part in (text[:, :40], *text[:, 40:].split(1, dim=1)):
+            model(part, **with_cache(cache))
+    cache.evict([(5, 20)], ids=text)
+    ids = torch.cat([without_spans(text, [(5, 20)]), torch.tensor([second])], 1)
+    known = {"attention_mask": torch.ones_like(ids), **with_cache(cache)}
+    out = model.generate(ids, **known, max_new_tokens=new, do_sample=False)
+    greedy = "temperature=0, ignore_eos=True, detokenize=False, max_tokens=20,"
+    (tmp_path / "script.py").write_text(code.replace("max_tokens=20,", greedy) + SESSION)
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    printed, _ = launch([tmp_path / "script.py", tmp_path / "model"], launcher=[], **environment)
+    (answers,) = re.findall("^TOKENS (.*)$", printed, re.M)
+    assert json.loads(answers) == [told, out[0, -new:].tolist()]

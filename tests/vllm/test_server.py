@@ -8,7 +8,7 @@ import pytest
 
 from h2o import H2OConfig
 from h2o.vllm.metrics import SECONDS
-from tests.vllm.engines import alone, prompts
+from tests.vllm.engines import after_prefix, alone, prompts
 from tests.vllm.servers import NEW, SMALL, metric, openai, serving, together, with_tokenizer
 
 CLIENTS = 64
@@ -76,6 +76,18 @@ def test_requests_have_budgets_of_their_own_within_a_page(server, llama):
         arguments = dict(zip(("h2o_heavy", "h2o_recent"), asked, strict=True))
         answers = together(server, requests, vllm_xargs=arguments | {"h2o_pinned": []})
         assert answers == alone(llama[1], requests, config, NEW)
+
+
+def test_requests_forget_parts_of_a_shared_prefix(server, llama):
+    (beginning,), spans = prompts((60,), 5), [(5, 30), (40, 44)]
+    requests = [beginning + rest for rest in prompts((5, 40, 24), 6)]
+    prefix, of_model = {"h2o_prefix": 60}, (llama[1], requests, 60, H2OConfig(**SMALL))
+    whole, left = after_prefix(*of_model), after_prefix(*of_model, forgets=spans)
+    assert whole != left
+    asked = prefix | {"h2o_evict": "5:30,40:44"}
+    for _ in range(2):
+        assert together(server, requests, vllm_xargs=asked) == left
+        assert together(server, requests, vllm_xargs=prefix) == whole
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,8 @@ class Trace:
         real = slots.seen_tokens.new_ones((B, Q), dtype=torch.bool)
         if mask is not None:
             real.copy_(mask)  # the mask belongs to the caller
-        evicted = find_evicted(slots, sizes, N := earlier + Q)
+        positions, N = by_head(slots, sizes, "positions", -1), earlier + Q
+        evicted = find_evicted(positions, slots.seen_tokens, N)
         evicted_after = slots.positions.new_full((*evicted.shape[:2], Q), -1)
         if self.real is not None:
             real = torch.cat([self.real, real], dim=1)
@@ -49,13 +50,13 @@ class Trace:
             self.real, self.evicted_after = change(self.real), change(self.evicted_after)
 
 
-def find_evicted(slots: ops.Slots, sizes: list[int], N: int) -> Tensor:
-    """[B, G, N] bool, by position: keys that a row has seen but its slots do not hold."""
-    positions = by_head(slots, sizes, "positions", -1)
+def find_evicted(positions: Tensor, seen: Tensor, N: int) -> Tensor:
+    """[B, G, N] bool, by position: keys that are not held at `positions` [B, G, S] (-1 or N in
+    empty slots), of rows that have `seen` [B] tokens."""
     held = torch.zeros((*positions.shape[:2], N + 1), dtype=torch.bool, device=positions.device)
     held.scatter_(2, positions.long() % (N + 1), True)  # empty slots: -1 becomes N
     position = torch.arange(N, device=positions.device)
-    return (position < slots.seen_tokens[:, None, None]) & ~held[..., :N]
+    return (position < seen[:, None, None]) & ~held[..., :N]
 
 
 def by_column(evicted_after: Tensor, real: Tensor) -> Tensor:

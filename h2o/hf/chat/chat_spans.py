@@ -197,13 +197,20 @@ def _differ(tokenizer: Any, old: list[int], new: list[int], i: int, j: int) -> V
 def _thoughts(text: str) -> Iterator[re.Match[str]]:
     """Thoughts in a text, with the white space after them. Group 1 is without it."""
     for begin, end in THOUGHTS:
-        pattern = f"({re.escape(begin)}.*?{re.escape(end)})\\s*"
+        pattern = f"({re.escape(begin)}{_up_to(end, begin)}{re.escape(end)})\\s*"
         yield from re.finditer(pattern, text, re.S)
 
 
 def _between(begin: str, end: str, text: str) -> Iterator[re.Match[str]]:
     """What is between two markers in a text, as group 1."""
-    return re.finditer(f"{re.escape(begin)}(.*?){re.escape(end)}", text, re.S)
+    pattern = f"{re.escape(begin)}({_up_to(end, begin)}){re.escape(end)}"
+    return re.finditer(pattern, text, re.S)
+
+
+def _up_to(end: str, begin: str) -> str:
+    """Pattern of what ends before `end` and has no other `begin`. Otherwise a marker without an
+    end, such as that of a thought that was cut, would reach to the end of a later one."""
+    return f"(?:(?!{re.escape(begin)}|{re.escape(end)}).)*"
 
 
 class _Texts(NamedTuple):

@@ -152,4 +152,5 @@ def _keys_to_keep(
         keys, sizes, budgets, value_weighted=policy.value_weighted, shared=values is None
     )
     ops.evict(keys, values, scores, slots, mask=mask, policy=policy)
-    return ~find_evicted(slots, sizes, keys.shape[2])
+    positions = slot_layout.by_head(slots, sizes, "positions", -1)
+    return ~find_evicted(positions, slots.seen_tokens, keys.shape[2])

@@ -30,11 +30,12 @@ from h2o.hf.attention.attention_call import (
 )
 from h2o.hf.cache_state import slot_layout
 from h2o.hf.cache_state.slot_layout import Budgets
-from h2o.hf.cache_state.trace import by_column, find_evicted
+from h2o.hf.cache_state.trace import by_column
 from h2o.hf.conversation.pins import PinnedRows
 from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt, positions_in
 from h2o.hf.prompt.echo_scorer import PromptEcho
 from h2o.hf.prompt.prompt_budget import PromptBudget
+from h2o.hf.simulation.removals import Remaining, Removals
 from h2o.kv_dtype import stored_bytes
 from h2o.policy import Policy
 from h2o.quantization import offsets_of, round_to_bytes
@@ -49,9 +50,10 @@ def simulate_tokenwise(
     pins: PinnedRows,
     echo: PromptEcho | None,
     growth: Sequence[Mapping[int, list[tuple[int, int]]]] = (),
+    removals: Removals | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Simulate a layer token by token, with pins, with prompts that are scored by echo, or with
-    budgets that grow.
+    """Simulate a layer token by token, with pins, with prompts that are scored by echo, with
+    budgets that grow, or with named tokens that leave.
 
     Args:
         text: N tokens.
@@ -60,6 +62,7 @@ def simulate_tokenwise(
         pins: the pins of these prompts.
         echo: the scorer of prompts; None if attention scores them.
         growth: as returned by `schedule_growth`; empty if budgets are constant.
+        removals: spans that leave, by the number of tokens that a row has by then.
 
     Returns:
         Output [B, N, H, D], evicted_at int32 [B, G, N], scores float32 [B, G, N].
@@ -79,6 +82,7 @@ def simulate_tokenwise(
         kv_dtype=plan.config.kv_dtype, shared=text.value is None,
         offsets=should_center(text.key, text.softcap, text.sink_logits),
     )  # fmt: skip
+    remaining = Remaining(removals or {}, B, N, device)
     evicted_after = torch.full((B, G, N), -1, dtype=torch.int32, device=device)
     last = torch.zeros(B, G, N + 1, dtype=torch.float32, device=device)  # by position; N: no key
 
@@ -86,14 +90,12 @@ def simulate_tokenwise(
         last.scatter_(2, positions.expand_as(scores) % (N + 1), scores)
 
     def note_held_scores() -> None:
-        positions, scores = (
-            slot_layout.by_head(slots, sizes, x, -1) for x in ("positions", "scores")
-        )
-        note(positions.long(), scores)
+        scores = slot_layout.by_head(slots, sizes, "scores", -1)
+        note(remaining.orders(slots, sizes), scores)
 
     def record(seen: Tensor) -> None:
         """Record which keys are gone now that rows [B] have seen `seen` columns."""
-        evicted = find_evicted(slots, sizes, N) & (evicted_after < 0)
+        evicted = remaining.evicted(slots, sizes) & (evicted_after < 0)
         evicted_after.copy_(torch.where(evicted, seen[:, None, None].int(), evicted_after))
 
     note(order.masked_fill(~early, N)[:, None], scores)
@@ -102,15 +104,26 @@ def simulate_tokenwise(
     seen = (early * columns).amax(1)
     record(seen)
     late = real & ~early
-    counts = real.cumsum(1).tolist() if growth else []
+    counts = real.cumsum(1).tolist() if growth or removals else []
+    most = [0] * B  # a text that has become shorter does not grow again up to that length
     for i in late.any(0).nonzero()[:, 0].tolist():
+        is_new = late[:, i].tolist()
+        if removals:
+            note_held_scores()
+            before = [counts[row][i] - 1 if is_new[row] else -1 for row in range(B)]
+            slots = remaining.remove(slots, sizes, before, policy)
+            record(seen.fill_(i))
         one = text.columns(i, i + 1)._replace(mask=late[:, i : i + 1])
         answer, score = attention(round_like_slots(one, slots), slots, policy)
         score = pins.score(score, positions[..., i : i + 1])
         note_held_scores()
         note(order[:, i : i + 1].masked_fill(~late[:, i : i + 1], N)[:, None], score)
         for row, gains in enumerate(growth):
-            if (more := gains.get(counts[row][i])) and bool(late[row, i]):
+            length = remaining.length(row, counts[row][i])
+            if not is_new[row] or length <= most[row]:
+                continue
+            most[row] = length
+            if more := gains.get(length):
                 slots.budget[row] += slots.budget.new_tensor(more).view(-1, 2).squeeze(0)
         ops.evict(one.key, one.value, score, slots, mask=one.mask, policy=policy)
         out[:, i : i + 1] += answer  # 0 in rows where column i is masked

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,8 +22,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from h2o import ops
-from h2o.arguments.plain_values import check_choice, check_flag, check_integer
-from h2o.budgets import check_prompt_length
+from h2o.arguments.plain_values import check_flag, check_integer
 from h2o.config import H2OConfig, resolve_config
 from h2o.config.fields import FieldsOfTexts, Pinned
 from h2o.config.head_budgets import expand_to_heads
@@ -41,8 +40,10 @@ from h2o.hf.modes import Mode, check_modes, config_modes
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.prompt.echo_scorer import PromptEcho, adapt_config
 from h2o.hf.rotary.model_rotary import ModelRotary
-from h2o.hf.simulation.masks import Masks, attend_rows, check_masks
+from h2o.hf.simulation.checks import check
+from h2o.hf.simulation.masks import Masks, attend_rows
 from h2o.hf.simulation.random_eviction import simulate_random
+from h2o.hf.simulation.removals import Removals, check_layers, check_pins, check_removals
 from h2o.hf.simulation.simulated_layer import (
     SimulatedBudgets,
     VisibleKeys,
@@ -51,7 +52,6 @@ from h2o.hf.simulation.simulated_layer import (
     simulate_tokenwise,
 )
 from h2o.hf.support import model_modes, transformers_layers
-from h2o.policy import Policy
 from h2o.slots import should_center
 from h2o.utils.user_warning import warn_user
 from h2o.utils.with_block import with_block
@@ -68,6 +68,7 @@ def simulated(
     pinned: Pinned = None,
     trace: bool = False,
     mass: bool = False,
+    evict: Mapping[int, Any] | None = None,
     **parameters: Unpack[FieldsOfTexts],
 ) -> Iterator[Simulation]:
     """Within the block `model(input_ids, attention_mask)` answers as it would with an H2O cache.
@@ -82,8 +83,8 @@ def simulated(
     others one by one. With a fraction (`budget=0.2`) this needs the cache's own `ratio_of`. After
     the block, also after an error, the model is as before.
 
-    With pins, echo after a prompt (`budget=` with `prompt_length`), or fractions of the text so
-    far, each layer processes the text token by token, which takes 5 to 15 times as long.
+    With pins, echo after a prompt (`budget=` with `prompt_length`), fractions of the text so far,
+    or `evict`, each layer processes the text token by token, which takes 5 to 15 times as long.
 
     Args:
         model: a model that `H2OCache` supports. Layers without full attention are not changed.
@@ -102,6 +103,9 @@ def simulated(
         pinned: as for `H2OCache`. "prompt" pins the first `prompt_length` tokens. Not with `masks`.
         trace: record evictions and scores of the last forward pass, see `Simulation`.
         mass: record the retained attention mass of the last forward pass. About doubles the cost.
+        evict: named tokens that leave, by the number of tokens that a row has read by then, as with
+            `H2OCache.evict`. {768: [(120, 480)]} removes the tokens 120 to 479 after 768 tokens.
+            All spans are positions in the whole text, not counting padding. Not with `masks`.
 
     Several threads may simulate with their own models, or call one model within one block. If two
     threads enter blocks of one model at the same time, the second gets a RuntimeError.
@@ -117,8 +121,14 @@ def simulated(
     config, rotary, _ = adapt_config(model.config, config)
     pins = Pins.of(pinned, config.decay)
     prompt_length = check(config, masks, prompt_length, ratio_of, pins)
+    removals = check_removals(evict, prompt_length)
     layers = transformers_layers(model.config)
-    check_modes({Mode.SIMULATED, *config_modes(config), *model_modes(model)})
+    named = {Mode.NAMED_SPANS} if removals else set()
+    check_modes({Mode.SIMULATED, *named, *config_modes(config), *model_modes(model)})
+    if removals:
+        check_layers(removals, model.config, layers)
+        if masks is not None:
+            raise ValueError(f"masks {masks.name!r} remove no named tokens: leave out evict")
     budgets = dataclasses.replace(config, ratio_of="seen" if ratio_of == "seen" else "prompt")
     plans = {
         i: LayerPlan.of(budgets, i, len(layers))
@@ -133,7 +143,7 @@ def simulated(
             f"masks {masks.name!r} do not support models whose layers reuse others' keys"
         )
     simulation = Simulation(
-        plans, masks, prompt_length, ratio_of, trace, mass, shared, rotary, pins
+        plans, masks, prompt_length, ratio_of, trace, mass, shared, rotary, pins, removals
     )
     simulation.explains_floor = h2o_config is None and "min_tokens" not in parameters
     attended = [*plans, *itertools.chain(*shared.values())]
@@ -164,7 +174,9 @@ class Simulation:
         shared: dict[int, tuple[int, ...]],
         rotary: ModelRotary | None,
         pins: Pins,
+        removals: Removals,
     ) -> None:
+        self._removals = removals
         self._plans, self._masks = plans, masks
         self.explains_floor = False
         """Whether to warn, once, if `min_tokens` and not the fraction decides the budget."""
@@ -258,6 +270,7 @@ class Simulation:
             out, evicted_at = self._through_masks(self._masks, text, prompts, bases, plan)
         else:
             pins = self._pins.resolve(in_text, mask, N)
+            check_pins(self._removals, pins.rows)
             ends = lengths if self._ratio_of == "seen" else bases
             if self.explains_floor and (explained := plan.explain_floor(min(ends))):
                 self.explains_floor = False
@@ -301,8 +314,9 @@ class Simulation:
         config, known = plan.config, (text, prompts, by_row, plan, pins)
         if config.score_by == "random":
             return simulate_random(*known, part)
-        if self._echoes or pins or any(growth):
-            return simulate_tokenwise(*known, self._echoes.get(plan.layer), growth)
+        if self._echoes or pins or any(growth) or self._removals:
+            echo = self._echoes.get(plan.layer)
+            return simulate_tokenwise(*known, echo, growth, self._removals)
         device = text.query.device
         simulated: tuple[Tensor, Tensor, Tensor] = ops.simulate(
             *text[:3],
@@ -334,37 +348,6 @@ class Simulation:
         real = real_columns(text.mask, B, N, text.key.device)
         values = text.key if text.value is None else text.value
         return attend_rows(masks, text.query, text.key, values, real, prompts, budgets, text.scale)
-
-
-def check(
-    config: H2OConfig,
-    masks: Masks | None,
-    prompt_length: int | Sequence[int],
-    ratio_of: str,
-    pins: Pins | None = None,
-) -> int | list[int]:
-    """Check the arguments of `simulated` that do not depend on the model, and return
-    `prompt_length` as plain numbers."""
-    check_modes({Mode.SIMULATED, *config_modes(config)})
-    if masks is not None:
-        check_masks(masks)
-    plain = (config.policy, config.head_shares, config.kv_dtype) == (Policy(), None, None)
-    if masks is not None and (pins or not plain):
-        raise ValueError(
-            f"masks {masks.name!r} support heavy and recent only, such as heavy=0.1, recent=0.1, "
-            "not budget, sinks, score_by, decay, value_weighted, head_shares, kv_dtype or pinned"
-        )
-    prompts = check_prompt_length(prompt_length)
-    check_choice("ratio_of", ratio_of, ("text", "seen", "prompt"))
-    if ratio_of == "seen" and (masks is not None or config.score_by == "random"):
-        raise ValueError('ratio_of="seen" needs the policy of a cache: leave it at "text"')
-    no_prompt = masks is not None and not masks.has_prompt
-    lengths = {prompts} if isinstance(prompts, int) else set(prompts)
-    if no_prompt and (lengths != {1} or ratio_of == "prompt"):
-        raise ValueError(
-            f'masks {masks.name!r} have no prompt: leave prompt_length at 1 and ratio_of at "text"'
-        )
-    return prompts
 
 
 def _check_call(call: AttentionCall, tokens: int) -> None:
