@@ -144,7 +144,8 @@ def count_pair(
     `recent_part` are recent. Missing tokens are divided between the fractions in their ratio.
     """
     heavy, recent = truncate_pair(pair, n, sinks, token_bytes, grows)
-    of_heavy, of_recent = (x if isinstance(x, float) else 0.0 for x in pair)
+    of_heavy = pair[0] if isinstance(pair[0], float) else 0.0
+    of_recent = pair[1] if isinstance(pair[1], float) else 0.0
     if not of_heavy + of_recent:
         return heavy, recent
     if token_bytes is None:

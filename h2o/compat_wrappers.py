@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import traceback
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -85,9 +86,9 @@ ADAPTED = ("base_layer", "original_module", "token_adapter")
 """Attributes in which PEFT's layers hold the layer that they replaced."""
 
 
-def has_adapters(module: nn.Module) -> bool:
-    """Whether a module is a PEFT layer, which wraps another one."""
-    return hasattr(type(module), "adapter_layer_names")
+def adapter_layers(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Those of some modules, by name, that are PEFT layers, which wrap another one."""
+    return {name: x for name, x in modules.items() if hasattr(type(x), "adapter_layer_names")}
 
 
 def adapter_fields(layer: Any) -> set[str]:
@@ -139,16 +140,16 @@ def saved_tensors(module: nn.Module) -> dict[str, Tensor]:
     return saved
 
 
-def packed_tensors(module: nn.Module) -> dict[str, Tensor]:
+def packed_tensors(module: nn.Module, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of a quantized module by name: those that are neither parameters nor buffers, and
-    those to read instead of a parameter whose format changes.
+    those to read instead of a parameter whose format changes. `saved`: its `saved_tensors`.
 
     torch.ao's and bitsandbytes' modules are read with their accessors. A module is never asked for
     its state, because `_save_to_state_dict` of bitsandbytes changes the module.
     """
     if _is_from(type(module), "torch.ao.nn."):
         return _torch_ao_tensors(module)
-    weight = dict(module.named_parameters(recurse=False)).get("weight")
+    weight = saved.get("weight")
     if weight is None or weight.is_meta or not _is_from(type(weight), "bitsandbytes."):
         return {}
     return _bitsandbytes_tensors(module, weight)

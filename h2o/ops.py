@@ -142,7 +142,7 @@ def attend(
     highest), since 0 times infinity is NaN. If torch's own attention computes prompts on CUDA
     (`h2o info` says so), outputs of up to about a hundred earlier tokens may be NaN too.
     """
-    _check_memory(
+    check_memory(
         slots, query=query, keys=keys, values=values, mask=mask, out=out, scores=scores,
         sink_logits=sink_logits,
     )  # fmt: skip
@@ -172,7 +172,7 @@ def log_sums(
     The weight of a single key is exp(logit - log sum). If the weights of only a few keys are
     needed, this takes half the work of `attend`. Arguments are as in `attend`. None is modified.
     """
-    _check_memory(slots, query=query, keys=keys, mask=mask, sink_logits=sink_logits)
+    check_memory(slots, query=query, keys=keys, mask=mask, sink_logits=sink_logits)
     scale, out, scores = _fill_in(query, keys, scale, None, float32=None)
     sizes = get_4d_sizes(query)
     sums = None if sizes is None else new_tensor(query, sizes[:3], "float32")
@@ -211,7 +211,7 @@ def evict(
             `attend`. `score_by="max"` needs scores that `attend` computed with "max". "mean" with a
             decay divides by the sum of decay^age over the queries.
     """
-    _check_memory(slots, keys=keys, values=values, scores=scores, mask=mask)
+    check_memory(slots, keys=keys, values=values, scores=scores, mask=mask)
     if fields:
         policy = resolve_policy(policy, fields, evict)
     backends.backend_for(keys).evict(keys, values, scores, mask, slots, policy)
@@ -253,7 +253,7 @@ def step(
         out
     """
     if needs_check(query):
-        _check_memory(
+        check_memory(
             slots, rotary, query=query, key=key, value=value, mask=mask, out=out,
             sink_logits=sink_logits,
         )  # fmt: skip
@@ -316,7 +316,7 @@ def simulate(
         the first query that no longer sees the key, counting padding; Q if there is none, and 0 for
         padding. scores is [B, G, Q] float32, the score at the end or at eviction.
     """
-    _check_memory(
+    check_memory(
         None, query=query, keys=keys, values=values, prompt=prompt, budget=budget, mask=mask,
         out=out, evicted_at=evicted_at, scores=scores, sink_logits=sink_logits,
     )  # fmt: skip
@@ -390,11 +390,3 @@ def _fill_in(
         out = new_tensor(query, (B, Q, H, D))
     made = [new_tensor(query, (B, G, Q), x) if y is None else y for x, y in by_key.items()]
     return scale, out, *made
-
-
-def _check_memory(slots: Slots | None, rotary: Rotary | None = None, **tensors: Tensor) -> None:
-    """Check the operands of an operation (`h2o.tensors.check_memory`)."""
-    if isinstance(slots, Slots):
-        tensors |= zip(map("slots.{}".format, slots._fields), slots, strict=True)
-    tensors |= {} if rotary is None else {"rotary.table": rotary[0], "rotary.ranks": rotary[1]}
-    check_memory(tensors)

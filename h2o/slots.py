@@ -198,9 +198,10 @@ def empty_slots(
     kv_dtype: str | None = None,
     shared: bool = False,
     offsets: bool = False,
+    budget: Tensor | None = None,
 ) -> Slots:
-    """`new_slots` with an unlimited budget, for arguments that were checked when a cache was
-    made."""
+    """`new_slots` for arguments that were checked when a cache was made. `budget`: `Slots.budget`;
+    None: unlimited."""
     B, G, _, D = sizes_of_keys(keys)
     starts, budgets, shape = None, (B, 2), (B, G, capacity)
     if isinstance(capacity, list):
@@ -212,8 +213,9 @@ def empty_slots(
     dtype = None if row_bytes is None else "uint8"
     key_size, value_size = row_bytes or (D, D)
     centered = offsets and row_bytes is not None and not shared
-    budget = new_tensor(keys, budgets, "int32", UNLIMITED)
-    budget[..., 1] = 0
+    if budget is None:
+        budget = new_tensor(keys, budgets, "int32", UNLIMITED)
+        budget[..., 1] = 0
     return Slots(
         keys=new_tensor(keys, (*shape, key_size), dtype, 0),
         values=None if shared else new_tensor(keys, (*shape, value_size), dtype, 0),

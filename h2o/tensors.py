@@ -67,12 +67,20 @@ def needs_check(leader: Tensor) -> bool:
     return records or isinstance(leader, np.ndarray)
 
 
-def check_memory(tensors: dict[str, Tensor]) -> None:
-    """Check tensors, given by name, of which an operation reads only the memory.
+def check_memory(slots: Any, rotary: Any = None, **tensors: Tensor) -> None:
+    """Check the tensors of an operation, given by name, which reads only their memory.
+
+    Args:
+        slots, rotary: `h2o.slots.Slots` and `h2o.ops.Rotary`, or None. The core rejects slots of
+            another type.
 
     Raises: BufferError for a tensor that requires grad, if torch records gradients, for one that
     torch has negated without changing its memory, and for a masked array.
     """
+    if hasattr(slots, "_fields"):
+        tensors |= zip(map("slots.{}".format, slots._fields), slots, strict=True)
+    if rotary is not None:
+        tensors |= {"rotary.table": rotary[0], "rotary.ranks": rotary[1]}
     torch = sys.modules.get("torch")
     records = torch is not None and torch.is_grad_enabled()
     for name, tensor in tensors.items():

@@ -141,12 +141,20 @@ class LayerPlan:
 
     def is_rounded_up(self, n: int) -> bool:
         """Whether a fraction of n tokens is less than one token, so that `head_tokens` raises it to
-        one."""
-        more = n, self.sinks, self.token_bytes, self.grows
-        return self._pair_tokens(n, 0) != [truncate_pair(pair, *more) for pair in self.pairs]
+        one. In bytes every head that keeps more than sinks has room for one."""
+        if self.token_bytes is not None:
+            return False
+        for pair in self.pairs:
+            tokens = truncate_pair(pair, n, self.sinks, None, self.grows)
+            for amount, count in zip(pair, tokens, strict=True):
+                if isinstance(amount, float) and amount > 0 and count == 0:
+                    return True
+        return False
 
     def is_floored(self, n: int) -> bool:
         """Whether `min_tokens` raises the budget of a head for a prompt of n tokens."""
+        if not self.floor:
+            return False
         held, fractions = self.head_tokens(n), self.head_tokens(n, min_tokens=0)
         return list(map(sum, held)) != list(map(sum, fractions))
 

@@ -18,11 +18,17 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from h2o.model_identity.files import files_fingerprint as files_fingerprint
-from h2o.model_identity.weights import Weight, is_of_adapter, plain_tensors, weights_of
+from h2o.model_identity.weights import (
+    Weight,
+    is_of_adapter,
+    plain_tensors,
+    weights_inside,
+    weights_of,
+)
 
 SHAPE = (
     "model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -134,14 +140,14 @@ def _text_config(config: Any) -> Any:
 def sample(model: Any) -> dict[str, list[float]]:
     """A few numbers from a few parameters of a model and of its active adapters, for
     `Profile.weights`."""
-    return {name: rounded(numbers) for name, numbers in sample_tensors(model).items()}
+    return {name: rounded(x) for name, x in sample_tensors(weights_of(model)).items()}
 
 
-def sample_tensors(model: Any) -> dict[str, Any]:
+def sample_tensors(weights: Iterable[Weight]) -> dict[str, Any]:
     """`sample` before `rounded`: tensors on the devices of the weights, for which nothing waits."""
     own: list[Weight] = []
     adapters: list[Weight] = []
-    for weight in weights_of(model):
+    for weight in weights:
         (adapters if is_of_adapter(weight.name) else own).append(weight)
     numbers = {}
     for weight in (*_pick_evenly(own), *_pick_evenly(adapters)):
@@ -167,12 +173,12 @@ def difference(
             return f"this model's {name} is {here[name]}, not {wanted}"
     if config is model or not weights:
         return None
-    return weights_difference(model, weights)
+    return _weights_difference({x.name: x for x in weights_of(model)}, weights)
 
 
 def weights_difference(module: Any, weights: Mapping[str, Sequence[float]]) -> str | None:
-    """`difference` for any module that `weights` (from `sample`) may describe, without a shape."""
-    return _weights_difference({x.name: x for x in weights_of(module)}, weights)
+    """`difference` for a module inside a model, whose `weights` were sampled alone."""
+    return _weights_difference({x.name: x for x in weights_inside(module)}, weights)
 
 
 def attention_difference(
@@ -180,7 +186,7 @@ def attention_difference(
 ) -> str | None:
     """`difference` for the attention module of one layer, using the sampled parameters that belong
     to the module."""
-    inside = {x.name: x for x in weights_of(attention)}
+    inside = {x.name: x for x in weights_inside(attention)}
     parts = {name.partition(".")[0] for name in inside}
     here, wanted, of_layer = {}, {}, f".{layer}."
     for name, numbers in weights.items():

@@ -30,32 +30,48 @@ class Weight(NamedTuple):
 
 
 def weights_of(model: Any) -> Iterator[Weight]:
-    """Yield the weights of a model, or of one of its modules, sorted by name. Weights that
-    accelerate keeps on disk are read one at a time."""
-    from h2o.compat_wrappers import (
-        has_adapters,
-        innermost_model,
-        packed_tensors,
-        prompt_encoders,
-        saved_tensors,
-    )
+    """Yield the weights of a model, sorted by name. Weights that accelerate keeps on disk are read
+    one at a time."""
+    from h2o.compat_wrappers import innermost_model, prompt_encoders, saved_tensors
 
-    places: dict[str, tuple[Any, str, float, bool]] = {}
+    places: dict[str, _Place] = {}
     for number, tokens in enumerate(prompt_encoders(model)):
         for name, module in tokens.named_modules():
             for own in saved_tensors(module):
                 places[_join(_segment(number), name, own)] = module, own, 1.0, False
-    model = innermost_model(model)
+    return _read(places | _places_in(innermost_model(model)))
+
+
+def weights_inside(module: Any) -> Iterator[Weight]:
+    """Yield the weights of a module that is part of a model, and so has no wrappers, as
+    `weights_of`."""
+    return _read(_places_in(module))
+
+
+_Place = tuple[Any, str, float, bool]
+"""A module, the name in it of a weight, the factor of its adapter, and whether it is packed"""
+
+
+def _places_in(model: Any) -> dict[str, _Place]:
+    """The places of the weights of all modules by their names without adapters."""
+    from h2o.compat_wrappers import adapter_layers, packed_tensors, saved_tensors
+
+    places: dict[str, _Place] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
-    adapted = {name: module for name, module in modules.items() if has_adapters(module)}
+    adapted = adapter_layers(modules)
     for name, module in modules.items():
-        packed = packed_tensors(module)
-        for own in {**saved_tensors(module), **packed}:
+        saved = saved_tensors(module)
+        packed = packed_tensors(module, saved)
+        for own in {**saved, **packed}:
             at_work: tuple[str, float] | None = f"{name}.{own}" if name else own, 1.0
             if adapted:
                 at_work = _name_and_scale(at_work[0], adapted)
             if at_work is not None:
                 places[at_work[0]] = module, own, at_work[1], own in packed
+    return places
+
+
+def _read(places: Mapping[str, _Place]) -> Iterator[Weight]:
     for name, (module, own, scale, is_packed) in sorted(places.items()):
         tensor = _load(module, own, is_packed=is_packed)
         yield Weight(name, tensor, hasattr(tensor, "full_tensor"), scale)
@@ -121,9 +137,12 @@ def _load(module: Any, name: str, *, is_packed: bool) -> Any:
     packed tensor is dequantized."""
     import torch
 
-    from h2o.compat_wrappers import accelerate_hooks, packed_tensors
+    from h2o.compat_wrappers import accelerate_hooks, packed_tensors, saved_tensors
 
-    value = packed_tensors(module)[name] if is_packed else getattr(module, name)
+    if is_packed:
+        value: Any = packed_tensors(module, saved_tensors(module))[name]
+    else:
+        value = getattr(module, name)
     value = value.dequantize() if value.is_quantized else value.detach()
     for one in accelerate_hooks(module) if value.is_meta else ():
         weights = getattr(one, "weights_map", None)

@@ -72,8 +72,8 @@ FAULTS = (
     ),
     Fault(
         f"{TEXT}/state.py",
-        "offset=end + 1 - before - n, counts_columns",
-        "offset=end + 1 - before, counts_columns",
+        "offset=end + 1 - earlier - n, counts_columns",
+        "offset=end + 1 - earlier, counts_columns",
         "TURNS",
     ),
     Fault(

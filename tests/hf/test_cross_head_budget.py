@@ -187,6 +187,7 @@ def test_layers_that_have_more_places_than_were_foreseen(monkeypatch):
 
 
 def test_a_part_of_the_heads_cannot_choose(monkeypatch):
+    monkeypatch.setattr(h2o.hf.model_traits.tensor_parallel, "is_distributed", lambda: True)
     monkeypatch.setattr(h2o.hf.model_traits.tensor_parallel, "part", lambda module: (0, 2))
     with pytest.raises(UnsupportedError, match="cut over several processes"):
         read(shared("llama"), prompts(60), **SMALL)

@@ -283,6 +283,24 @@ def test_a_model_with_fewer_layers_than_its_config():
     greedy(ours, {"input_ids": ids}, **with_cache(H2OCache(ours.config, **SMALL)))
 
 
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
+def test_a_model_with_fewer_layers_whose_masks_were_made_before(name):
+    """Such a model does not say that a pass begins. The layer that gets keys again before the
+    others have got theirs must store nothing more."""
+    ours, (ids,) = model(name), prompts(20)
+    cache = H2OCache(ours, **SMALL)
+    ours.model.layers = ours.model.layers[:1]
+    masks = dict.fromkeys(("full_attention", "sliding_attention"))
+    with torch.no_grad():
+        ours(ids, attention_mask=masks, **with_cache(cache))
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"^1 of the cache's . layers have seen 20"):
+                ours(ids[:, :1], attention_mask=masks, **with_cache(cache))
+    first = cache.layers[0]
+    seen = first.cumulative_length if first.is_sliding else int(first.slots.seen_tokens)
+    assert seen == 20
+
+
 @pytest.mark.parametrize("removed", [0, 1])
 def test_a_model_without_one_of_its_layers(removed):
     """The other layers keep their numbers. The errors must say how to number them, and the model

@@ -190,7 +190,11 @@ class NoBackward(torch.autograd.Function):
 def attention(tokens: NewTokens, slots: ops.Slots | None, policy: Policy) -> tuple[Tensor, Tensor]:
     """Output [B, Q, H, D] of new tokens over slots and each other, and scores [B, G, Q] of their
     keys."""
-    return ops.attend(*tokens[:3], slots, policy=policy, **tokens.options)
+    query, key, value, mask, scale, softcap, sinks = tokens
+    return ops.attend(
+        query, key, value, slots, mask=mask, scale=scale, softcap=softcap, sink_logits=sinks,
+        policy=policy,
+    )  # fmt: skip
 
 
 def evict_after(

@@ -85,7 +85,7 @@ class RowBatch:
             self.tokens[row] = n
             state = joining.guard.state.row(source_row)
             self.offsets[row] = state.offset or 0
-            if any(plan.grows for plan in joining.guard.plans.values()):
+            if joining.guard.grows:
                 self.growing[row] = GrowingRow(joining.guard.plans, state.counted)
         B, longest = len(self.tokens), max(self.tokens)
         for layer, other in zip(self.cache.layers, joining.layers, strict=True):

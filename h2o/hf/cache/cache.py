@@ -37,6 +37,7 @@ from h2o.hf.cache_state import recurrent_states
 from h2o.hf.conversation.forward_pass import NUMBER_LAYERS, ForwardPass
 from h2o.hf.conversation.pass_guard import PassGuard
 from h2o.hf.conversation.pins import Pins
+from h2o.hf.conversation.state import put_rope_deltas
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.model_traits.layer_kinds import (
     free_keys_before_window,
@@ -248,6 +249,21 @@ class H2OCache(CacheRemoval):
         """
         device = None if device is None else check_device("device", device)
         return cache_file.read(cls, Path(path), model, device)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """Number of columns seen.
+
+        Models with `rope_deltas` call this before they use them, so it also sets them to those of
+        this cache."""
+        guard = self.guard
+        if guard.has_rope_deltas:
+            put_rope_deltas(guard.state)
+        return guard.columns
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `generate()` may compile the decode steps."""
+        return self.guard.counter is not None and super().is_compileable
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Check that the last forward pass was complete and that the new one continues it.

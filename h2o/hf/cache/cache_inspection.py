@@ -22,7 +22,6 @@ from h2o.hf.cache_state import recurrent_states
 from h2o.hf.cache_state.kept_keys import Kept, KeptToken
 from h2o.hf.cache_state.report import LayerReport, Report, explain_growth, has_outgrown
 from h2o.hf.conversation.pass_guard import PassGuard, in_use_elsewhere
-from h2o.hf.conversation.state import put_rope_deltas
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.model_traits.layer_kinds import CROSS_ATTENTION, has_states, kind_of
 from h2o.utils.user_warning import warn_user
@@ -56,21 +55,6 @@ class CacheInspection(Cache):
         For those models `generate()` silently drops a truthy cache once the text is longer than
         `original_max_position_embeddings`."""
         return self.guard.drops_cache_after is None
-
-    def get_seq_length(self, layer_idx: int = 0) -> Any:
-        """Number of columns seen.
-
-        Models with `rope_deltas` call this before they use them, so it also sets them to those of
-        this cache."""
-        guard = self.guard
-        if guard.has_rope_deltas:
-            put_rope_deltas(guard.state)
-        return guard.columns
-
-    @property
-    def is_compileable(self) -> bool:
-        """Whether `generate()` may compile the decode steps."""
-        return self.guard.counter is not None and super().is_compileable
 
     def __repr__(self) -> str:
         idle = "" if self.guard.plans else ", nothing is evicted: no layer has full attention"
@@ -178,7 +162,7 @@ class CacheInspection(Cache):
     def _budget_tokens(self) -> int:
         """Tokens of the longest row that the budget is a fraction of; 0 for a budget in tokens and
         before the prompt."""
-        if not any(plan.needs_prompt_length for plan in self.guard.plans.values()):
+        if not self.guard.needs_prompt_length:
             return 0
         return max(row.counted for row in self.guard.state.rows)
 

@@ -35,8 +35,7 @@ from h2o.hf.layers.shared_variant import SharedVariant
 from h2o.hf.model_traits.layer_kinds import has_states, layers_of
 from h2o.hf.modes import Mode, check_modes, config_modes
 from h2o.hf.prompt.cross_head_budget import CrossHeadBudget
-from h2o.hf.prompt.echo_scorer import EchoScorer, PromptEcho, adapt_config
-from h2o.hf.prompt.scorers import AttentionScorer
+from h2o.hf.prompt.echo_scorer import PromptEcho, adapt_config
 from h2o.hf.rotary.model_rotary import ModelRotary, rotary_of
 from h2o.hf.support import Traits, check_settings, drops_cache_after, transformers_layers
 from h2o.model_identity import describe, settings_of
@@ -140,10 +139,8 @@ class CachePlan:
         reused_by = self._traits.reused_by.get(layer)
         return SharedVariant(reused_by) if reused_by else PlainVariant()
 
-    def _scorer(self, layer: int, echo: ModelRotary | None) -> AttentionScorer:
-        if echo is None:
-            return AttentionScorer()
-        return EchoScorer(PromptEcho(echo, layer, self.plans[layer].policy))
+    def _scorer(self, layer: int, echo: ModelRotary | None) -> PromptEcho | None:
+        return None if echo is None else PromptEcho(echo, layer, self.plans[layer].policy)
 
 
 def _with_lists(config: H2OConfig, kinds: tuple[str, ...]) -> H2OConfig:

@@ -175,12 +175,12 @@ _LOST_TURN = (
 
 def tokens_seen(cache: Any, seen: int, mask: Tensor | None) -> list[int] | None:
     """Number of tokens in each row [B], or a single one for all rows; None if unknown."""
-    plans = cache.guard.plans
-    slots = cache.layers[next(iter(plans))].slots if plans else None
+    guard = cache.guard
+    slots = cache.layers[guard.first].slots if guard.plans else None
     if slots is not None:
         counts: list[int] = slots.seen_tokens.tolist()
         return counts
-    known = cache.guard.state.text.counts()
+    known = guard.state.text.counts()
     if known is None and (mask is None or bool(mask.all())):  # no row has padding
         return [seen]
     return known
@@ -209,15 +209,21 @@ def _check_continuation(
     is_on_cpu = mask is None or mask.is_cpu
     if new == 1 and not (is_on_cpu and (positions is None or positions.is_cpu)):
         return None, True, False
-    tokens = tokens_seen(cache, seen, mask)
+    tokens, guard = tokens_seen(cache, seen, mask), cache.guard
+    ends: list[int | None] = []
     if tokens is not None:
+        ends = guard.state.next_positions(tokens)
         if mask is not None and mask.shape == (len(tokens), seen + new):
             _check_counts(mask[:, :seen].bool().sum(1).tolist(), tokens, seen)
-        elif mask is None and _needs_mask(cache.guard, seen, text, tokens):
-            _check_counts([seen] * len(tokens), tokens, seen)
+        elif mask is None:
+            # Sliding windows would attend to padding, and a model that numbers columns would count
+            # it, unless it has done so before.
+            numbers_columns = text.positions is not None and not text.is_chosen
+            if guard.has_windows or (numbers_columns and ends != [seen] * len(ends)):
+                _check_counts([seen] * len(tokens), tokens, seen)
     is_whole = mask is None or mask.shape[1] == seen + new
     if is_whole and text.dropped is not None and text.dropped.shape[1] == seen:
-        check_ids(cache.guard.state.text, text.dropped, mask)
+        check_ids(guard.state.text, text.dropped, mask)
     if tokens is None or positions is None or positions.shape[-1] != new:
         return tokens, False, True
     if len({len(tokens), positions.shape[1]} - {1}) > 1:
@@ -227,21 +233,13 @@ def _check_continuation(
     is_relative = cache.config.positions == "cache_relative"  # the cache computes its own
     if is_relative and not positions.any():
         return tokens, False, True
-    is_step = _check_positions(cache.guard, seen, text, new, tokens, is_relative=is_relative)
-    return tokens, is_step, True
-
-
-def _needs_mask(guard: PassGuard, seen: int, text: ModelCall, tokens: list[int]) -> bool:
-    """Whether a pass may have no mask only if no row has padding. Sliding windows would attend to
-    padding, and a model that numbers columns would count it, unless it has done so before."""
-    if guard.has_windows:
-        return True
-    if text.positions is None or text.is_chosen:
-        return False
-    for n, row in broadcast(tokens, guard.state.rows):
-        if row.offset is None or n + row.offset != seen:
-            return True
-    return False
+    if new == 1 and 0 not in tokens:
+        next_ones = (positions[0] if len(positions) == 1 else positions.amin(0)).flatten().tolist()
+        B = max(len(next_ones), len(ends))
+        if next_ones * (B // len(next_ones)) == ends * (B // len(ends)):
+            return tokens, True, True
+    _check_positions(guard, seen, text, new, tokens, ends, is_relative=is_relative)
+    return tokens, False, True
 
 
 def _check_counts(said: list[int], tokens: list[int], seen: int) -> None:
@@ -260,27 +258,22 @@ def _check_positions(
     text: ModelCall,
     new: int,
     tokens: list[int],
+    ends: list[int | None],
     *,
     is_relative: bool,
-) -> bool:
+) -> None:
     """Check that no new token has the position of an earlier one. If the model or `generate()`
-    computed the positions, also check that they continue the row's numbering. Return whether each
-    row gets a token at its next position.
+    computed the positions, also check that they continue the row's numbering.
 
     Args:
-        tokens: number of tokens in each row, or in all, before the pass.
+        tokens, ends: number of tokens in each row, or in all, before the pass, and the position of
+            the row's next token (`CacheState.next_positions`).
         is_relative: positions are relative to the cache, so that numbering may have gaps.
     """
     assert text.positions is not None
     positions = text.positions.amin(0)
-    expected = [
-        None if row.offset is None else n + row.offset
-        for n, row in broadcast(tokens, guard.state.rows)
-    ]
-    B = max(len(expected), len(positions))
-    positions, expected = positions.expand(B, -1), expected * (B // len(expected))
-    if new == 1 and 0 not in tokens and positions[:, 0].tolist() == expected:
-        return True
+    B = max(len(ends), len(positions))
+    positions, expected = positions.expand(B, -1), ends * (B // len(ends))
     mask = None if text.mask is None else text.mask[:, -new:].bool()
     at_least = [_UNBOUNDED if guard.has_rope_deltas else n for n in tokens * (B // len(tokens))]
     least = torch.tensor(
@@ -298,7 +291,7 @@ def _check_positions(
     if not late.all():
         raise _overlap(guard, seen, text, new, late, least)
     if text.is_chosen or is_relative:
-        return False
+        return
     for row, end in enumerate(expected):
         real = positions[row] if mask is None else positions[row][mask[row % len(mask)]]
         first = int(positions[row, 0])
@@ -311,7 +304,6 @@ def _check_positions(
             f"the model numbers the new tokens of row {row} from position {int(real[0])}, but "
             f"earlier ones end before {end}. Pass position_ids that continue there"
         )
-    return False
 
 
 _UNBOUNDED = -(2**30)

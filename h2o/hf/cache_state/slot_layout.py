@@ -39,6 +39,19 @@ class Capacity:
         self.tokens: float = min([size - 1 for size, k in pairs if size <= k], default=math.inf)
         """Largest row length for which one more token fits."""
 
+    @classmethod
+    def of(
+        cls,
+        by_row: Budgets,
+        sinks: int,
+        tokens: int,
+        capacities: Callable[[list[int], int], list[int]],
+    ) -> Capacity:
+        """Capacity for these budgets and rows of `tokens` tokens, with as many slots as a runner's
+        `capacities` says."""
+        widest = widest_budgets(by_row, sinks)
+        return cls(widest, capacities(widest, tokens))
+
     def larger(self, tokens: int) -> Capacity:
         """Capacity for rows of `tokens` tokens, the next token and a reserve.
 
@@ -91,14 +104,13 @@ def widest_budgets(by_row: Budgets, sinks: int) -> list[int]:
 def create_slots(keys: Tensor, sizes: list[int], by_row: Budgets, **kind: Any) -> ops.Slots:
     """Create slots for keys like `keys` [B, G, any, D]. `sizes`: `Capacity.sizes`. `kind`: other
     arguments of `empty_slots`."""
-    slots = empty_slots(keys, sizes[0] if len(sizes) == 1 else sizes, **kind)
-    put_budgets(slots, by_row)
-    return slots
+    budget = as_budget(by_row).to(keys.device)
+    return empty_slots(keys, sizes[0] if len(sizes) == 1 else sizes, budget=budget, **kind)
 
 
-def put_budgets(slots: ops.Slots, by_row: Budgets) -> None:
-    """Write the budgets of all rows into the slots."""
-    slots.budget.copy_(torch.tensor(by_row, dtype=torch.int32, device="cpu").squeeze(1))
+def as_budget(by_row: Budgets) -> Tensor:
+    """`Slots.budget` for these budgets, on the CPU."""
+    return torch.tensor(by_row, dtype=torch.int32, device="cpu").squeeze(1)
 
 
 def heads(tensor: Tensor, slots: ops.Slots, sizes: list[int]) -> list[Tensor]:

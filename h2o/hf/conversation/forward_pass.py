@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -17,48 +18,37 @@ NUMBER_LAYERS = (
 """What to do after layers were removed from a model, whose others keep their old numbers"""
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class ForwardPass:
     """One forward pass through the layers of a cache."""
 
-    __slots__ = (
-        "accesses", "after", "before", "chunked_lengths", "columns", "may_be_transformed", "pool",
-        "prompt", "raise_budgets", "stored", "take_back", "thread", "waiting",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        before: CacheState,
-        after: CacheState,
-        columns: int | None,
-        chunked_lengths: list[int] | None = None,
-        raise_budgets: Callable[[], Callable[[], None]] | None = None,
-    ) -> None:
-        self.before, self.after = before, after
-        self.columns = columns
-        """Number of its columns. None: not known yet, so that `after` is not known either"""
-        self.chunked_lengths = chunked_lengths
-        """Length of each row's prompt, if the pass is its first chunk"""
-        self.raise_budgets = raise_budgets
-        """Raises the budgets that grow in this pass, and returns what lowers them again. None: none
-        of them grows"""
-        self.take_back: Callable[[], None] | None = None
-        """What lowers them again, if no layer stores anything"""
-        self.thread = threading.get_ident()
-        self.stored: list[int] = []
-        """The layers that have stored their new keys"""
-        self.waiting: int | None = None
-        """The layer whose new keys have not been attended to yet. An interrupt (Ctrl-C) leaves this
-        set, because it is then unknown how far the layer got."""
-        self.accesses: dict[int, int] = {}
-        """How often each layer with states has read or replaced its states. All layers of a model
-        do so equally often, so fewer in the last one mean that the pass was interrupted"""
-        self.may_be_transformed = True
-        """Whether tensors may belong to a torch.func transform. False in a pass that began outside
-        any transform"""
-        self.prompt: Any = None
-        """`PromptRows` (`h2o.hf.prompt.prompt_budget`), set by the first layer of a prompt"""
-        self.pool: Any = None
-        """The `CrossHeadBudget` of a prompt whose layers share one budget"""
+    before: CacheState
+    after: CacheState
+    columns: int | None
+    """Number of its columns. None: not known yet, so that `after` is not known either"""
+    chunked_lengths: list[int] | None = None
+    """Length of each row's prompt, if the pass is its first chunk"""
+    raise_budgets: Callable[[], Callable[[], None]] | None = None
+    """Raises the budgets that grow in this pass, and returns what lowers them again. None: none of
+    them grows"""
+    take_back: Callable[[], None] | None = None
+    """What lowers them again, if no layer stores anything"""
+    thread: int = dataclasses.field(default_factory=threading.get_ident)
+    stored: list[int] = dataclasses.field(default_factory=list)
+    """The layers that have stored their new keys"""
+    waiting: int | None = None
+    """The layer whose new keys have not been attended to yet. An interrupt (Ctrl-C) leaves this
+    set, because it is then unknown how far the layer got."""
+    accesses: dict[int, int] = dataclasses.field(default_factory=dict)
+    """How often each layer with states has read or replaced its states. All layers of a model do so
+    equally often, so fewer in the last one mean that the pass was interrupted"""
+    may_be_transformed: bool = True
+    """Whether tensors may belong to a torch.func transform. False in a pass that began outside any
+    transform"""
+    prompt: Any = None
+    """`PromptRows` (`h2o.hf.prompt.prompt_budget`), set by the first layer of a prompt"""
+    pool: Any = None
+    """The `CrossHeadBudget` of a prompt whose layers share one budget"""
 
     @property
     def has_changed(self) -> bool:

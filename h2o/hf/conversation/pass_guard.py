@@ -84,6 +84,11 @@ class PassGuard:
         if prompt_length is not None:
             prompt_length = check_prompt_length(prompt_length)
         self.plans: Mapping[int, LayerPlan] = plans or {}
+        self.first = min(self.plans, default=-1)  # the first layer with a budget
+        self.needs_prompt_length = any(x.needs_prompt_length for x in self.plans.values())
+        """Whether any budget is a fraction"""
+        self.grows = any(plan.grows for plan in self.plans.values())
+        """Whether any budget follows the text"""
         self.makes_pool = makes_pool
         self.kinds = kinds
         self.storing = [index for index, kind in enumerate(kinds) if kind != "none"]
@@ -174,6 +179,8 @@ class PassGuard:
             self.check_keys_arrived()
         if Q is None:
             return
+        if layer in the_pass.stored and self.kinds[layer] != "h2o":  # which ask in `attend`
+            raise RuntimeError(disagreement_message(the_pass, self.counting))
         the_pass.waiting = layer
         if the_pass.columns is None:  # the model does not announce its passes
             the_pass.columns = Q
@@ -216,12 +223,13 @@ class PassGuard:
         if the_pass is not None and not torch.compiler.is_compiling():
             the_pass.accesses[layer] += 1
 
-    def layer_stored(self, layer: int) -> None:
-        """Record that a layer has stored its new keys."""
+    def layer_stored(self, layer: int, tokens: Tensor | None = None) -> None:
+        """Record that a layer has stored its new keys. `tokens`: the number [B] that each row has
+        seen, if the layer may pin some."""
         if (the_pass := self.current) is not None:
-            if layer in the_pass.stored:
-                raise RuntimeError(disagreement_message(the_pass, self.counting))
             the_pass.stored.append(layer)
+            if tokens is not None and the_pass.after.waits_for_pins:
+                the_pass.check_pins(tokens)
 
     def layer_done(self, layer: int) -> None:
         """Record that a layer is done with its new keys. The last layer that stores any commits the

@@ -97,6 +97,12 @@ class CacheState(NamedTuple):
         rows = tuple(row.pinned for row in self.rows if row.pinned is not None)
         return PinnedRows(rows) if rows else NOTHING_PINNED
 
+    def next_positions(self, tokens: Sequence[int]) -> list[int | None]:
+        """The position of the next token of each row, or of the single state of all rows, after
+        `tokens` tokens in each row, or a single number for all. None: unknown."""
+        each = broadcast(tokens, self.rows)
+        return [None if row.offset is None else n + row.offset for n, row in each]
+
     def grown(self, tokens: Sequence[int], new: Sequence[int]) -> CacheState:
         """This state, with budgets for rows of `tokens` tokens now and `new` more.
 
@@ -206,14 +212,13 @@ class NewColumns(NamedTuple):
             if self.mask is not None:
                 positions = positions.masked_fill(~is_token.to(positions.device), -1)
             ends = positions.amax(-1).tolist()
-        rows = [
-            (row._replace(padding=row.padding + self.Q - n), before, n, column, end)
-            for row, before, n, column, end in broadcast(before.rows, tokens, new, last, ends)
-        ]
-        return merge(
-            row._replace(offset=end + 1 - before - n, counts_columns=end == column) if n else row
-            for row, before, n, column, end in rows
-        )
+        rows = []
+        for row, earlier, n, column, end in broadcast(before.rows, tokens, new, last, ends):
+            row = row._replace(padding=row.padding + self.Q - n)
+            if n:
+                row = row._replace(offset=end + 1 - earlier - n, counts_columns=end == column)
+            rows.append(row)
+        return merge(rows)
 
 
 def grows_at(rows: Iterable[RowState]) -> int:

@@ -203,7 +203,7 @@ class _Reader:
         rows = prompt_budget.PromptRows(lengths, lengths, pinned_rows)
         cache = cut_cache(self.cache, empty, rows, config, attention, largest, by_attention)
         _put_other_layers(cache, others)
-        grows = any(plan.grows for plan in cache.guard.plans.values())
+        grows = cache.guard.grows
         cache.guard.put(
             prompt_budget.state_after_prompt(read, lengths, lengths, pinned_rows, grows=grows)
         )

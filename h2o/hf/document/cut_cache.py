@@ -111,7 +111,7 @@ def cut_cache(
         )  # fmt: skip
         layer.store(prompt, budget)
         layer.slots.scores.sub_(2 * (layer.slots.scores >= 2))
-        slot_layout.put_budgets(layer.slots, _later(budget, budgets))
+        layer.slots.budget.copy_(slot_layout.as_budget(_later(budget, budgets)))
         source.empty()
     return cache
 

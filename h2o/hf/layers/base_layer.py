@@ -28,7 +28,7 @@ from h2o.hf.conversation.state import broadcast
 from h2o.hf.layers.pass_runners import EagerRunner
 from h2o.hf.layers.plain_variant import PlainVariant
 from h2o.hf.model_traits import tensor_parallel
-from h2o.hf.prompt.scorers import AttentionScorer
+from h2o.hf.prompt.echo_scorer import PromptEcho
 from h2o.quantization import dequantize, from_stored
 from h2o.spans import PINNED
 
@@ -56,8 +56,9 @@ class BaseLayer(CacheLayerMixin):
 
     - `variant` of attention: what a slot holds for each token, and how attention uses it
       (`h2o.hf.layers.plain_variant`).
-    - `scorer`: how keys are scored (`h2o.hf.prompt.scorers`).
-    - `runner`: how a pass after the prompt runs (`h2o.hf.layers.pass_runners`).
+    - `scorer`: what makes a prompt's scores of the attention that its keys received, such as
+      `PromptEcho` (`h2o.hf.prompt.echo_scorer`). None: that attention is the score.
+    - `runner`: whether later passes run in captured graphs (`h2o.hf.layers.pass_runners`).
 
     Args:
         plan: the layer's budgets, and the config of all layers.
@@ -78,33 +79,34 @@ class BaseLayer(CacheLayerMixin):
         guard: PassGuard | None = None,
         *,
         variant: PlainVariant | None = None,
-        scorer: AttentionScorer | None = None,
+        scorer: PromptEcho | None = None,
         runner: EagerRunner | None = None,
         trace: bool = False,
     ) -> None:
         super().__init__()
         self.plan, self.config, self.policy = plan, plan.config, plan.policy
         self.layer_idx = plan.layer
-        self.guard = guard or PassGuard()
+        self.guard = guard or PassGuard(plans={plan.layer: plan})
         self.variant: Any = variant or PlainVariant()
-        self.scorer: Any = scorer or AttentionScorer()
+        self.scorer = scorer
         self.runner: Any = runner or EagerRunner()
         self.trace = Trace() if trace else None
         self.empty()
 
-    def import_keys(self, keys: Tensor, values: Tensor | None, mask: Tensor | None) -> None:
+    def import_keys(self, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
         """Store keys and values [B, G, n, D] of another cache, except padding (mask [B, n]).
 
         The slots hold them in ascending order of position. Their scores are 0, and the budget is
         unlimited, until the next forward pass scores them and evicts down to the budget
         (`CacheState.unscored`)."""
-        keys, values = self.variant.rows(self, keys, values)
+        _, *rows = self.variant.receive(self, keys, values)
+        self.variant.forget()  # no attention follows
         size = 1 + (keys.shape[2] if mask is None else int(mask.sum(1).max()))
         kind = {"value_weighted": self.config.value_weighted}
-        slots = ops.new_slots(keys, size, shared=values is None, **kind)
-        scores = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
-        ops.evict(keys, values, scores, slots, mask=mask, **kind)
-        self.facts = LayerFacts(row_size=(keys.shape[-1], keys.element_size()))
+        slots = ops.new_slots(rows[0], size, shared=rows[1] is None, **kind)
+        scores = torch.zeros(rows[0].shape[:3], dtype=torch.float32, device=keys.device)
+        ops.evict(*rows, scores, slots, mask=mask, **kind)
+        self.facts = LayerFacts(row_size=(rows[0].shape[-1], keys.element_size()))
         self.set_slots(slots, Capacity(self.capacity.widest, [size]))
         if self.trace is not None:
             self.trace.record(self.slots, self.capacity.sizes, keys.shape[2], mask)
@@ -146,15 +148,6 @@ class BaseLayer(CacheLayerMixin):
         """Bytes of one row, over all tensors, once its budget is full."""
         widest = self.capacity.widest
         return slot_layout.row_bytes(self.slots, slot_layout.capacities(widest, max(widest)))
-
-    def stored(self, Q: int, mask: Tensor | None) -> None:
-        """Record that Q new columns have been stored."""
-        self.guard.layer_stored(self.layer_idx)
-        the_pass = self.guard.current
-        if the_pass is not None and the_pass.after.waits_for_pins:
-            the_pass.check_pins(self.slots.seen_tokens)
-        if self.trace is not None:
-            self.trace.record(self.slots, self.capacity.sizes, Q, mask)
 
     def _raise_batch_error(self, given: int) -> None:
         """Raise ValueError because a batch of `given` rows does not fit."""
@@ -200,8 +193,9 @@ class BaseLayer(CacheLayerMixin):
         batch = None if slots is None else slots.scores if slots.rows is None else slots.rows
         self.batch_size = 0 if batch is None else len(batch)
         self.num_heads = 0 if slots is None else slots.next_slot.shape[1]
-        self.variant.slots_changed()
-        self.runner.slots_changed(self)
+        for changes in (self.variant, self.runner):
+            if changes.slots_changed is not None:
+                changes.slots_changed(self)
 
     # ---- For transformers --------------------------------------------------------------------
 

@@ -62,17 +62,15 @@ class CacheRelativeVariant(PlainVariant):
             rotary=self.rotary, most=most, policy=layer.policy, **tokens.options,
         )  # fmt: skip
 
-    def step(
-        self, layer: Any, tokens: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: Any
-    ) -> Tensor:
+    def step(self, layer: Any, tokens: NewTokens, slots: ops.Slots, **rotary: Any) -> Tensor:
         if self._ranks is None:
             self._ranks = ranks(slots, layer.capacity.sizes)
         longest = min(layer.guard.state.longest, max(layer.capacity.widest)) + 1
         table = self.rotary.table(longest, slots.keys.device)
         by_rank = ops.Rotary(table, self._ranks)
-        return super().step(layer, tokens, slots, out, rotary=by_rank)
+        return super().step(layer, tokens, slots, rotary=by_rank)
 
-    def slots_changed(self) -> None:
+    def slots_changed(self, layer: Any) -> None:
         self._ranks = None
 
 

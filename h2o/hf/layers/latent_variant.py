@@ -40,24 +40,18 @@ class LatentVariant(PlainVariant):
         """Whether the layer has attended, so that later steps need not check the model's weights"""
         self.forget()
 
-    def rows(self, layer: Any, keys: Tensor, values: Tensor | None) -> tuple[Tensor, None]:
-        """Join latents [B, 1, Q, L] and rotated keys [B, 1, Q, P] to rows [B, 1, Q, L + P].
-
-        Keys that come without values are rows already."""
-        if values is None:
-            return keys, None
+    def receive(self, layer: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Join latents [B, 1, Q, L] and rotated keys [B, 1, Q, P] to rows [B, 1, Q, L + P]. The
+        model expands the latents, which carry the layer, before it attends."""
         if keys.shape[:-1] != values.shape[:-1] or keys.shape[-1] != self.latent:
             raise UnsupportedError(
                 f"layer {layer.layer_idx} has latents of shape {tuple(keys.shape)} and rotated "
                 f"keys of shape {tuple(values.shape)}. The model's config implies latents of "
                 f"{self.latent} elements that all heads share"
             )
-        return torch.cat([keys, values.to(keys.dtype)], dim=-1), None
-
-    def attach_layer(self, layer: Any, keys: Tensor, rows: Tensor) -> Tensor:
-        """The new latents, tagged with the layer. The model expands them before it attends."""
-        self._rows = rows.detach()
-        return TaggedTensor.of(keys, h2o_layer=layer)
+        rows = torch.cat([keys, values.to(keys.dtype)], dim=-1).detach()
+        self._rows = rows
+        return TaggedTensor.of(keys, h2o_layer=layer), rows, None
 
     def tokens(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
@@ -109,15 +103,13 @@ class LatentVariant(PlainVariant):
                 tensor_parallel.reduce_over_heads(x, self._mesh, layer.policy.scores_largest)
         return out, scores
 
-    def step(
-        self, layer: Any, tokens: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: Any
-    ) -> Tensor:
+    def step(self, layer: Any, tokens: NewTokens, slots: ops.Slots, **rotary: Any) -> Tensor:
         """Store one token and return its output [B, 1, H, V]."""
         # A quantized row must be attended to as it is stored, which only `ops.step` does.
         many = tokens.query.shape[1] >= MANY and layer.config.kv_dtype is None
         if many or self._mesh is not None:
             return layer.attend_and_evict(tokens, slots)
-        return self._expand_output(super().step(layer, tokens, slots, None, **rotary))
+        return self._expand_output(super().step(layer, tokens, slots, **rotary))
 
     def _expand_output(self, out: Tensor) -> Tensor:
         """Convert output over rows to output over values, except when `crop` repeats a pass."""

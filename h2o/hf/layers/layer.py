@@ -30,13 +30,15 @@ from h2o.hf.attention.attention_call import (
 from h2o.hf.cache_state import slot_layout
 from h2o.hf.cache_state.layer_snapshot import restore, take_snapshot
 from h2o.hf.cache_state.slot_layout import Budgets, Capacity
+from h2o.hf.conversation.forward_pass import disagreement_message
 from h2o.hf.conversation.pass_guard import WITHOUT_CACHE
 from h2o.hf.layers.base_layer import BaseLayer
 from h2o.hf.layers.crop import record_pass
 from h2o.hf.layers.slot_check import CHECKS_SLOTS, check_slots
 from h2o.hf.model_traits import tensor_parallel
+from h2o.hf.modes import Mode, check_modes
 from h2o.hf.prompt import prompt_budget
-from h2o.hf.prompt.cross_head_budget import Prompt, positions_in
+from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt, positions_in
 
 
 class H2OLayer(BaseLayer):
@@ -58,7 +60,7 @@ class H2OLayer(BaseLayer):
             ValueError: wrong batch size, number of heads or size of a head.
             UnsupportedError: (a ValueError) key and value shapes that h2o does not support.
         """
-        rows, values = self.variant.rows(self, key_states, value_states)
+        keys, rows, values = self.variant.receive(self, key_states, value_states)
         shape = rows.shape
         last = rows if values is None else values
         if self.slots is None:
@@ -82,7 +84,6 @@ class H2OLayer(BaseLayer):
             )
         elif self.slots.keys.device != rows.device:  # loaded from a file, or the model was moved
             restore(self, take_snapshot(self).each(lambda x: x.to(rows.device)))
-        keys = self.variant.attach_layer(self, key_states, rows)
         if self.guard.current is None:  # the layer is used without a cache
             self.guard.enter(self.layer_idx, shape[2])
         return keys, value_states
@@ -112,6 +113,10 @@ class H2OLayer(BaseLayer):
                 f"attention of layer {self.layer_idx} ran twice for the same keys. An H2OCache "
                 "does not support repeated forward passes: switch gradient checkpointing off"
             )
+        has_stored = the_pass is not None and self.layer_idx in the_pass.stored
+        if has_stored and call.unsupported is None:  # the last layers did not run
+            guard.layer_rejected()
+            raise RuntimeError(disagreement_message(the_pass, guard.counting))
         try:
             if call.unsupported is not None:
                 raise call.unsupported
@@ -124,7 +129,7 @@ class H2OLayer(BaseLayer):
                 and call.may_begin_text
             ):
                 raise ValueError(WITHOUT_CACHE)
-            if not compiling and self.layer_idx == next(iter(guard.plans), self.layer_idx):
+            if not compiling and self.layer_idx == guard.first:
                 guard.origin.check(call.module, begins=self.slots is None)
             query, key, value = call.query, call.key, call.value
             if not query.dtype == key.dtype == value.dtype:
@@ -132,7 +137,8 @@ class H2OLayer(BaseLayer):
             dtype = query.dtype
             tokens = self.variant.tokens(self, query, key, value, call)
             if is_prompt:
-                self.facts = self.facts._replace(part=tensor_parallel.part(call.module))
+                if tensor_parallel.is_distributed():
+                    self.facts = self.facts._replace(part=tensor_parallel.part(call.module))
                 if self.plan.shares is not None:
                     self.plan.check_attention(call.module)
             if self.slots is not None and (self.config.kv_dtype is None or is_prompt):
@@ -159,12 +165,23 @@ class H2OLayer(BaseLayer):
         state = self.guard.state
         if self.slots is None or state.unscored:
             return self._attend_prompt(tokens)
+        out: Tensor
         if self.guard.only_scores:
             out, _ = self.variant.attention(self, tokens, self.slots)
             return out
-        if tokens.query.shape[2] != 1 or state.waits_for_pins:  # a step cannot pin its key
-            return self.runner.chunk(self, tokens)
-        return self.runner.step(self, tokens)
+        if self.runner.is_compileable and self.runner.captures(self, tokens):
+            return self.runner.run(self, tokens)
+        Q = tokens.query.shape[2]
+        if state.longest + Q > self.capacity.tokens:
+            self.make_room(state.longest + Q)
+        if Q == 1 and not state.waits_for_pins:  # a step cannot pin its key
+            out = self.variant.step(self, tokens, self.slots)
+        else:
+            out = self.attend_and_evict(tokens, self.slots)
+        self.guard.layer_stored(self.layer_idx, self.slots.seen_tokens)
+        if self.trace is not None:
+            self.trace.record(self.slots, self.capacity.sizes, Q, tokens.mask)
+        return out
 
     def _attend_prompt(self, tokens: NewTokens) -> Tensor:
         """Run the first pass, possibly over keys of a DynamicCache too, and set the budgets."""
@@ -173,7 +190,9 @@ class H2OLayer(BaseLayer):
         assert the_pass is not None
         if the_pass.prompt is None:  # this is the first layer
             before = None if unscored is None else unscored.seen_tokens
-            prompt_budget.begin_prompt(self.guard, self.plan, tokens.mask, (B, Q), before, size)
+            prompt_budget.begin_prompt(
+                self.guard, tokens.mask, (B, Q), before, size, self.runner.capacities
+            )
         rows = the_pass.prompt
         budget = rows.budget(self.plan, G, self.facts.part, size)
         scores_before = None if unscored is None else unscored.scores.clone()
@@ -181,26 +200,42 @@ class H2OLayer(BaseLayer):
             out, scores = self.variant.attention(self, tokens, unscored)
             keys, values, mask, echo = tokens.key, tokens.value, tokens.mask, None
             if unscored is None:
-                scores, echo = self.scorer.after_prompt(tokens, scores)
+                if self.scorer is not None:
+                    scores, echo = self.scorer.scores(tokens, scores)
             else:
                 keys, values, mask = slot_layout.join_slots_and_tokens(unscored, keys, values, mask)
                 scores = torch.cat([unscored.scores, scores], dim=2)
-            if rows.pinned:
+            if rows.pinned.rows:
                 scores = rows.pinned.score(scores, positions_in(mask, scores)[0])
             prompt = Prompt(keys, values, mask, scores, echo, rows.counts, Q, tokens.mask, budget)
-            self.scorer.store(self, prompt)
+            if the_pass.pool is None or echo is None:
+                self.store(prompt, budget.by_row)
+            else:
+                self._compete(prompt, the_pass.pool)
         except Exception:  # `attend` has changed nothing but the scores
             if unscored is not None:
                 unscored.scores.copy_(scores_before)
             raise
         return out
 
-    # ---- Called by variant, scorer and runner -------------------------------------------------
+    def _compete(self, prompt: Prompt, pool: CrossHeadBudget) -> None:
+        """Let the keys of a prompt compete with those of other layers for one budget. The last
+        layer stores the prompts of all.
+
+        Raises:
+            UnsupportedError: this process has only some of the model's heads.
+        """
+        if self.facts.part != tensor_parallel.WHOLE:
+            check_modes({Mode.TENSOR_PARALLEL, Mode.SHARED_BUDGET})
+        for layer, own, by_row in pool.take(self.layer_idx, prompt, self):
+            layer.store(own, by_row)
 
     def store(self, prompt: Prompt, by_row: Budgets) -> None:
         """Store the keys of a prompt that fit the budgets. `by_row`: see `Budgets`."""
-        widest, tokens = slot_layout.widest_budgets(by_row, self.config.sinks), max(prompt.counts)
-        capacity = Capacity(widest, self.runner.capacities(widest, tokens))
+        capacity = prompt.budget.capacity
+        if capacity is None or by_row is not prompt.budget.by_row:
+            sinks, tokens = self.config.sinks, max(prompt.counts)
+            capacity = Capacity.of(by_row, sinks, tokens, self.runner.capacities)
         slots = slot_layout.create_slots(
             prompt.keys, capacity.sizes, by_row, value_weighted=self.config.value_weighted,
             kv_dtype=self.config.kv_dtype, shared=not self.variant.has_values,
@@ -211,7 +246,9 @@ class H2OLayer(BaseLayer):
         )
         self.set_slots(slots, capacity)
         self.facts = self.facts._replace(raised=prompt.budget.raised, floored=prompt.budget.floored)
-        self.stored(prompt.columns, prompt.column_mask)
+        self.guard.layer_stored(self.layer_idx, slots.seen_tokens)
+        if self.trace is not None:
+            self.trace.record(slots, capacity.sizes, prompt.columns, prompt.column_mask)
 
     def attend_and_evict(self, tokens: NewTokens, slots: ops.Slots) -> Tensor:
         """Attend to the slots and the new tokens, then keep as many of both as fit the budget."""

@@ -1,4 +1,4 @@
-"""Runners: how a layer runs a forward pass after its prompt (eager, scoring only, or captured).
+"""Runners: whether passes of a layer after its prompt run eagerly or in captured graphs.
 
 torch.compile captures one graph for all decode steps, and one for all later passes of several
 tokens. The core accesses memory through DLPack, which a compiler's fake tensors do not support.
@@ -11,6 +11,7 @@ full size from the prompt on, and the number of columns seen is a tensor.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, get_type_hints
 
 import torch
@@ -32,75 +33,44 @@ from h2o.slots import KINDS
 
 
 class EagerRunner:
-    """Runs each pass eagerly, in slots that grow with the text. Each layer has its own object."""
+    """Each pass runs eagerly, in slots that grow with the text."""
 
     is_compileable = False
-
-    def __init__(self) -> None:
-        self._out: Tensor | None = None  # the last decode step's output, in the query's dtype
-
-    def step(self, layer: Any, tokens: NewTokens) -> Tensor:
-        """Run a decode step."""
-        slots, longest = layer.slots, layer.guard.state.longest
-        if layer.capacity.tokens <= longest:
-            slots = layer.make_room(longest + 1)
-        last = self._out
-        fits = last is not None and last.dtype == tokens.query.dtype  # autocast may change it
-        new = torch.empty_like(last) if fits else None
-        out: Tensor = layer.variant.step(layer, tokens, slots, new)
-        self._out = out
-        layer.stored(1, tokens.mask)
-        return out
-
-    def chunk(self, layer: Any, tokens: NewTokens) -> Tensor:
-        """Run a later forward pass of several tokens, such as a prompt chunk or a chat turn."""
-        Q = tokens.key.shape[2]
-        slots = layer.make_room(layer.guard.state.longest + Q)
-        out: Tensor = layer.attend_and_evict(tokens, slots)
-        layer.stored(Q, tokens.mask)
-        return out
+    slots_changed: Callable[[Any], None] | None = None
+    """Called with the layer after its slots were replaced; None: there is nothing to do"""
 
     def capacities(self, widest: list[int], tokens: int) -> list[int]:
         """Number of slots per head (or for all heads) for these budgets and rows of `tokens`."""
         return slot_layout.capacities(widest, tokens)
 
-    def slots_changed(self, layer: Any) -> None:
-        """Called after the layer's slots were replaced."""
-        self._out = None
-
 
 class CapturedRunner(EagerRunner):
-    """For `compileable=True`: runs passes in captured graphs, or eagerly outside torch.compile."""
+    """For `compileable=True`: passes run in captured graphs, or eagerly outside torch.compile."""
 
     is_compileable = True
 
     def __init__(self) -> None:
-        super().__init__()
         register()
 
-    def step(self, layer: Any, tokens: NewTokens) -> Tensor:
+    def captures(self, layer: Any, tokens: NewTokens) -> bool:
+        """Whether a pass over these tokens runs as a custom operator."""
         if not torch.compiler.is_compiling():
-            return super().step(layer, tokens)
-        return self._captured(torch.ops.h2o.step, layer, tokens)
+            return False
+        is_step, waits_for_pins = tokens.query.shape[2] == 1, layer.guard.state.waits_for_pins
+        return is_step or waits_for_pins or not layer.plan.needs_prompt_length
 
-    def chunk(self, layer: Any, tokens: NewTokens) -> Tensor:
-        if not torch.compiler.is_compiling():
-            return super().chunk(layer, tokens)
-        if layer.plan.needs_prompt_length and not layer.guard.state.waits_for_pins:
-            return super().chunk(layer, tokens)
-        return self._captured(torch.ops.h2o.chunk, layer, tokens)
-
-    def _captured(self, operator: Any, layer: Any, tokens: NewTokens) -> Tensor:
+    def run(self, layer: Any, tokens: NewTokens) -> Tensor:
+        """Run a decode step, or a later forward pass of several tokens."""
         if layer.guard.state.waits_for_pins:
             raise UnsupportedError(
                 "compiled steps cannot pin new tokens. Use pinned spans that end within the "
                 "prompt, or leave out compileable=True"
             )
-        new = tokens.query, tokens.key, tokens.value
+        guard, new, Q = layer.guard, tokens[:3], tokens.query.shape[2]
+        operator = torch.ops.h2o.step if Q == 1 else torch.ops.h2o.chunk
         out: Tensor = operator(*new, *layer.slots, *layer.policy, **tokens.options)
-        guard = layer.guard
         if layer.layer_idx == max(guard.plans):
-            guard.count_captured(tokens.query.shape[2])
+            guard.count_captured(Q)
         return out
 
     def capacities(self, widest: list[int], tokens: int) -> list[int]:
@@ -115,12 +85,11 @@ class CapturedRunner(EagerRunner):
 
     def slots_changed(self, layer: Any) -> None:
         """Mark the addresses of the tensors as static, for CUDA graphs."""
-        super().slots_changed(layer)
         slots = layer.slots
         if slots is None:
             return
         guard = layer.guard
-        if layer.layer_idx == min(guard.plans):
+        if layer.layer_idx == guard.first:
             guard.move_counter(slots.keys.device)
         if slots.keys.device.type == "cpu":
             return  # a compiler that freezes weights would mistake marked tensors for weights

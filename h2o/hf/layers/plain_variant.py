@@ -30,31 +30,35 @@ class PlainVariant:
     """Later layers of the model that attend to the layer's keys in the same pass"""
     end_call: Callable[[], None] | None = None
     """Discards the state of one attention call, if there is any"""
+    slots_changed: Callable[[Any], None] | None = None
+    """Called with the layer after its slots were replaced; None: there is nothing to do"""
     centers_keys = True
-    """Whether slots for quantized keys get offsets. Known once the layer has tokens"""
+    """Whether slots get offsets if keys are quantized. Known once the layer has tokens"""
 
     # ---- In a forward pass, in this order ----------------------------------------------------
 
-    def rows(self, layer: Any, keys: Tensor, values: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Convert a model's keys and values [B, G, Q, D] to the rows [B, G, Q, D] of slots.
+    def receive(
+        self, layer: Any, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Receive a model's new keys and values [B, G, Q, D].
+
+        Returns:
+            The keys as a view that carries the layer to the attention function, and the rows
+            [B, G, Q, D] of slots: keys and values, or rows that are both and None.
 
         Raises:
             UnsupportedError: keys and values of different shapes.
         """
-        if values is not None and keys.shape != values.shape:
+        if keys.shape != values.shape:
             raise UnsupportedError(
                 f"layer {layer.layer_idx} has keys of shape {tuple(keys.shape)} and values of "
                 f"shape {tuple(values.shape)}. h2o needs the same head dimension for both"
             )
-        return keys, values
-
-    def attach_layer(self, layer: Any, keys: Tensor, rows: Tensor) -> Tensor:
-        """Return the new keys as a view that carries the layer to the attention function."""
         # A detached view is the cheapest. If gradients are required, the view must
         # stay in the graph, so that a backward pass raises an error.
         view = keys[:] if keys.requires_grad else keys.detach()
         view.h2o_layer = layer
-        return view
+        return view, keys, values
 
     def tokens(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
@@ -64,7 +68,8 @@ class PlainVariant:
         Raises:
             UnsupportedError: the layer does not support the call.
         """
-        if layer.slots is None or layer.guard.state.unscored:
+        is_first = layer.slots is None or layer.guard.state.unscored
+        if is_first and layer.config.kv_dtype is not None:
             self.centers_keys = should_center(key, call.softcap, call.sink_logits)
         sinks = call.sink_logits if call.sink_logits is None else as_operand(call.sink_logits)
         return NewTokens(query, key, value, call.mask, call.scale, call.softcap, sinks)
@@ -75,23 +80,19 @@ class PlainVariant:
         """Output [B, Q, H, D], and the attention [B, G, Q] that the new keys received."""
         return attention(tokens, slots, layer.policy)
 
-    def step(
-        self, layer: Any, tokens: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: Any
-    ) -> Tensor:
-        """Store one token and return its output [B, 1, H, D], which may be written to `out`."""
+    def step(self, layer: Any, tokens: NewTokens, slots: ops.Slots, **rotary: Any) -> Tensor:
+        """Store one token and return its output [B, 1, H, D]."""
         query, key, value, mask, scale, softcap, sinks = tokens
+        B, H, Q, D = query.shape
         return ops.step(
             query, key, value, slots, mask=mask, scale=scale, softcap=softcap, sink_logits=sinks,
-            out=out, policy=layer.policy, **rotary,
+            out=query.new_empty(B, Q, H, D), policy=layer.policy, **rotary,
         )  # fmt: skip
 
     # ---- Between passes ----------------------------------------------------------------------
 
     def forget(self) -> None:
         """Discard the state of the forward pass under way."""
-
-    def slots_changed(self) -> None:
-        """Called after the layer's slots were replaced."""
 
     def unpack_rows(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Convert rows [B, G, S, D] of slots back to the model's keys and values."""

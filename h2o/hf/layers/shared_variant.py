@@ -64,11 +64,14 @@ class SharedVariant(PlainVariant):
         self.reused_by = tuple(reused_by)
         self.attended: _Attended | None = None
 
-    def attach_layer(self, layer: Any, keys: Tensor, rows: Tensor) -> Tensor:
-        """Return the new keys. A plain tensor carries the layer to other devices too."""
+    def receive(
+        self, layer: Any, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """See `PlainVariant.receive`. A plain tensor carries the layer to other devices too."""
         self.attended = None
-        view = super().attach_layer(layer, keys, rows)
-        return TaggedTensor.of(view, h2o_layer=layer) if type(view) is Tensor else view
+        view, *rows = super().receive(layer, keys, values)
+        view = TaggedTensor.of(view, h2o_layer=layer) if type(view) is Tensor else view
+        return view, *rows
 
     def tokens(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
@@ -85,12 +88,10 @@ class SharedVariant(PlainVariant):
         self.attended = _Attended(tokens, before, in_step=False)
         return super().attention(layer, tokens, slots)
 
-    def step(
-        self, layer: Any, tokens: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: Any
-    ) -> Tensor:
+    def step(self, layer: Any, tokens: NewTokens, slots: ops.Slots, **rotary: Any) -> Tensor:
         before = _copy(slots, rows=False)
         self.attended = _Attended(tokens, before, in_step=True)
-        return super().step(layer, tokens, slots, out, **rotary)
+        return super().step(layer, tokens, slots, **rotary)
 
     def attend_later(self, layer: Any, call: AttentionCall) -> Tensor:
         """Output [B, P, H, D] of a later layer. Neither keys nor scores change."""
@@ -125,7 +126,7 @@ class SharedVariant(PlainVariant):
         )
         if in_step:
             assert slots is not None
-            out = super().step(layer, tokens, slots, None)
+            out = super().step(layer, tokens, slots)
         else:
             out, _ = super().attention(layer, tokens, slots)
         return out[:, Q - P :].to(dtype)

@@ -26,12 +26,9 @@ from torch import Tensor
 
 from h2o.config import H2OConfig
 from h2o.hf.attention.attention_call import NewTokens
-from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.model_traits.layer_kinds import full_layers
-from h2o.hf.modes import Mode, check_modes
-from h2o.hf.prompt.cross_head_budget import Prompt, positions_in
+from h2o.hf.prompt.cross_head_budget import positions_in
 from h2o.hf.prompt.echo import largest
-from h2o.hf.prompt.scorers import AttentionScorer
 from h2o.hf.rotary.model_rotary import ModelRotary, find_rotary
 from h2o.model_identity import describe, latent_row
 from h2o.policy import Policy
@@ -108,7 +105,8 @@ def _rotary(config: Any) -> ModelRotary | str:
 
 
 class PromptEcho:
-    """Computes the scores of a prompt in one layer."""
+    """The scorer of one layer, which redistributes most of a prompt's attention in proportion to
+    echo."""
 
     def __init__(self, rotary: ModelRotary, layer: int, policy: Policy) -> None:
         """`policy` is `H2OConfig.policy`; its `score_by` is "mean"."""
@@ -116,7 +114,8 @@ class PromptEcho:
         self.rotary, self.is_rotated = rotary, layer in rotary.rotated_layers
 
     def scores(self, tokens: NewTokens, received: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores and echo of the tokens in a first pass, each [B, G, Q] float32.
+        """Scores of the tokens in a first pass, and the echo by which the keys of all heads compete
+        for pooled slots, each [B, G, Q] float32.
 
         `received`: the attention that the tokens received, [B, G, Q] float32.
         """
@@ -153,31 +152,3 @@ class PromptEcho:
         if not (self.is_rotated and self.rotary.by_length):
             return 0
         return tokens.key.shape[2] if tokens.mask is None else int(tokens.mask.sum(1).max())
-
-
-class EchoScorer(AttentionScorer):
-    """Redistributes most of a prompt's attention in proportion to echo."""
-
-    def __init__(self, echo: PromptEcho) -> None:
-        self.echo = echo
-
-    def after_prompt(self, tokens: NewTokens, scores: Tensor) -> tuple[Tensor, Tensor | None]:
-        """See `AttentionScorer.after_prompt`."""
-        return self.echo.scores(tokens, scores)
-
-    def store(self, layer: Any, prompt: Prompt) -> None:
-        """See `AttentionScorer.store`. If layers share one budget, the last layer's call stores the
-        prompts of all.
-
-        Raises:
-            UnsupportedError: layers share one budget, and this process has only some of the model's
-                heads.
-        """
-        pool = layer.guard.current.pool
-        if pool is None or prompt.echo is None:
-            super().store(layer, prompt)
-            return
-        if layer.facts.part != tensor_parallel.WHOLE:
-            check_modes({Mode.TENSOR_PARALLEL, Mode.SHARED_BUDGET})
-        for each, own, by_row in pool.take(layer.layer_idx, prompt, layer):
-            each.store(own, by_row)

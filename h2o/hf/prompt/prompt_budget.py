@@ -17,7 +17,7 @@ from h2o.budgets import UNLIMITED, next_growth
 from h2o.compat_calls import chunks_of_prompt
 from h2o.config.head_budgets import expand_to_heads, make_room
 from h2o.config.layer_plan import LayerPlan
-from h2o.hf.cache_state.slot_layout import Budgets
+from h2o.hf.cache_state.slot_layout import Budgets, Capacity
 from h2o.hf.conversation.pass_guard import PassGuard
 from h2o.hf.conversation.pins import NOTHING_PINNED, PinnedRows
 from h2o.hf.conversation.state import CacheState, broadcast, grows_at, merge
@@ -38,6 +38,8 @@ class PromptBudget(NamedTuple):
     """Whether a fraction came to less than one token in some row, and was raised to one"""
     floored: bool = False
     """Whether `min_tokens` gave some head of some row more keys than its fraction"""
+    capacity: Capacity | None = None
+    """Slots for these budgets, if layers share them. None: each computes its own"""
 
 
 class PromptRows:
@@ -47,10 +49,18 @@ class PromptRows:
         counts: tokens of each row in the first forward pass, with those of a DynamicCache.
         lengths: tokens of each row in the whole prompt.
         pinned: pinned positions of each row.
+        capacities: the method of the layers' runners. None: no slots are made.
     """
 
-    def __init__(self, counts: list[int], lengths: list[int], pinned: PinnedRows) -> None:
+    def __init__(
+        self,
+        counts: list[int],
+        lengths: list[int],
+        pinned: PinnedRows,
+        capacities: Callable[[list[int], int], list[int]] | None = None,
+    ) -> None:
         self.counts, self.lengths, self.pinned = counts, lengths, pinned
+        self._capacities = capacities
         self._budgets: dict[Any, PromptBudget] = {}
 
     def budget(
@@ -78,30 +88,32 @@ class PromptRows:
     def _compute(self, plan: LayerPlan, heads: int, part: tuple[int, int]) -> PromptBudget:
         lengths, pinned = self.lengths, self.pinned.counts(len(self.lengths), plan.sinks)
         by_row = expand_to_heads(budgets_by_row(plan, lengths, pinned), heads, part)
-        if not plan.needs_prompt_length:
-            return PromptBudget(by_row, pinned)
-        given = sorted({n for n in lengths if n})
-        raised, floored = any(map(plan.is_rounded_up, given)), any(map(plan.is_floored, given))
-        return PromptBudget(by_row, pinned, raised, floored)
+        raised = floored = False
+        if plan.needs_prompt_length:
+            given = {*lengths} - {0}
+            raised, floored = any(map(plan.is_rounded_up, given)), any(map(plan.is_floored, given))
+        capacity = None
+        if self._capacities is not None:
+            capacity = Capacity.of(by_row, plan.sinks, max(self.counts), self._capacities)
+        return PromptBudget(by_row, pinned, raised, floored, capacity)
 
 
 def begin_prompt(
     guard: PassGuard,
-    plan: LayerPlan,
     mask: Tensor | None,
     shape: tuple[int, int],
     before: Tensor | None,
     row_size: RowSize,
+    capacities: Callable[[list[int], int], list[int]],
 ) -> None:
     """Find out the prompt of the forward pass under way, in its first layer, before any layer
     stores a key. The state after the pass gets its lengths and pins.
 
     Args:
         guard: the guard of the cache.
-        plan: plan of the calling layer, used if the guard has no plans.
         mask, shape: mask of the first forward pass, [B, Q] bool or None, and (B, Q).
         before: tokens of each row that came from a DynamicCache, [B]; None: no such tokens.
-        row_size: as for `PromptRows.budget`.
+        row_size, capacities: as for `PromptRows`.
 
     Raises:
         ValueError: the prompt comes in chunks, its length is neither given nor known to generate(),
@@ -120,25 +132,23 @@ def begin_prompt(
                 "from_dynamic_cache, so no attention says which of its keys to keep: give each row "
                 "at least one token in this pass, or a cache of its own"
             )
-    by_length = [x for x in guard.plans.values() or [plan] if x.needs_prompt_length]
-    given = the_pass.before.prompts
-    counts = [Q] * B
+    given, by_length, counts = the_pass.before.prompts, guard.needs_prompt_length, [Q] * B
     # Counting the mask's tokens waits for a GPU, so do it there only if budgets or pins need the
     # counts. Q is an upper bound, which is enough to size the slots.
     if mask is not None and (mask.is_cpu or (by_length and given is None) or guard.pins):
         counts = mask.sum(1).tolist()
-    earlier = [0] * B if before is None else before.tolist()
-    counts, chunked = _add(counts, earlier), the_pass.chunked_lengths
-    if given is None and chunked is None and (by_length or guard.pins.needs_prompt_length):
-        chunked = _chunked_lengths(guard, B, Q)
-        chunked = None if chunked is None else _add(chunked, earlier)
+    chunked = the_pass.chunked_lengths
+    finds = given is None and chunked is None and (by_length or guard.pins.needs_prompt_length)
+    found = _chunked_lengths(guard, B, Q) if finds else None
+    if before is not None:
+        earlier = before.tolist()
+        counts, found = _add(counts, earlier), found and _add(found, earlier)
+    chunked = chunked if found is None else found
     lengths = prompt_lengths(given, chunked or counts)
     pinned = resolve_pins(guard, lengths, mask, Q, row_size)
     the_pass.begin_prompt(
-        PromptRows(counts, lengths, pinned),
-        state_after_prompt(
-            the_pass.after, counts, lengths, pinned, chunked, grows=any(x.grows for x in by_length)
-        ),
+        PromptRows(counts, lengths, pinned, capacities),
+        state_after_prompt(the_pass.after, counts, lengths, pinned, chunked, grows=guard.grows),
     )
 
 
@@ -244,8 +254,10 @@ def state_after_prompt(
     each = broadcast(state.rows, counts, lengths, pinned.rows or [None])
     last, columns = state.last_pass, state.columns
     rows = merge(
-        row._replace(prompt=n, counted=n, padding=columns - count, pinned=spans)
-        for row, count, n, spans in each
+        [
+            row._replace(prompt=n, counted=n, padding=columns - count, pinned=spans)
+            for row, count, n, spans in each
+        ]
     )
     return state._replace(
         longest=max(counts),
@@ -296,11 +308,10 @@ def check_late_rows(guard: PassGuard, tokens: list[int], mask: Tensor) -> None:
         ValueError: the budget or the scores of such a row would not be those that it has alone.
     """
     has_echo = any(plan.config.score_by == "mean-echo" for plan in guard.plans.values())
-    by_length = any(plan.needs_prompt_length for plan in guard.plans.values())
     for row, (before, new) in enumerate(broadcast(tokens, mask.bool().sum(1).tolist())):
         prompt = guard.state.row(row).prompt or 0
         is_late = before == 0 and new > 0 and max(prompt, new) > 1
-        if is_late and (has_echo or (by_length and not prompt)):
+        if is_late and (has_echo or (guard.needs_prompt_length and not prompt)):
             least = guard.state.columns + int(mask[row].bool().long().argmax()) + 1
             reason = (
                 'score_by="mean-echo" scores prompts in that pass'
