@@ -44,24 +44,6 @@ def has_four_bit_keys(kv_dtype: str | None) -> bool:
     return kv_dtype == "int4"
 
 
-FEW_BYTES = 0.05
-"""Share of a full cache's bytes up to which more keys are worth more than precise ones. (Measured:
-docs/reference/results.md, "Keys in four bits".)"""
-
-
-def choose_bits(D: int | None, shares: Sequence[Any]) -> str:
-    """The `kv_dtype` that "auto" stands for.
-
-    Args:
-        D: the head dimension; None for a latent or if it is not known.
-        shares: heavy and recent of a budget in bytes; empty for a budget in keys.
-    """
-    if not isinstance(D, int) or D % 32:
-        return "int8"
-    of_bytes = shares and all(isinstance(x, float) for x in shares)
-    return "int4" if of_bytes and sum(shares) <= FEW_BYTES else "int8-int4"
-
-
 TokenBytes = tuple[int, int, int]
 """Bytes of a token in a full cache, of a slot (stored key and value, score, position and norm), and
 of what a head needs outside its slots; for one key/value head"""
@@ -84,3 +66,26 @@ def bytes_per_token(
     held = full if stored is None else sum(stored[:rows])
     offset = 0 if stored is None or rows == 1 else 2 * D
     return full, held + 8 + 4 * value_weighted, FIXED + offset
+
+
+FEW_KEYS = 0.1
+"""Share of a text's keys up to which more keys are worth more than precise ones. (Measured:
+docs/reference/results.md, "Keys in four bits".)"""
+
+
+def choose_bits(
+    D: int | None, element: int | None, shares: Sequence[Any], value_weighted: bool
+) -> KvDtype:
+    """The `kv_dtype` that "auto" stands for.
+
+    Args:
+        D: the head dimension; None for a latent or if it is not known.
+        element: bytes of an element of a full cache; None for a budget in keys.
+        shares: heavy and recent.
+    """
+    if not isinstance(D, int) or D % 32:
+        return "int8"
+    if element is None or not all(isinstance(x, float) for x in shares):
+        return "int8-int4"
+    full, slot, _ = bytes_per_token(D, element, 2, "int8-int4", value_weighted)
+    return "int4" if sum(shares) * full < FEW_KEYS * slot else "int8-int4"

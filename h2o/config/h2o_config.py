@@ -92,11 +92,11 @@ class H2OConfig(Presets):
     value_weighted: bool = False
     """Multiply the rank by the L2 norm of the key's value."""
     kv_dtype: KvDtype | None = None
-    """Format of stored keys and values. None: the model's dtype. "int8": 8 bits, with one 16-bit
-    scale per key and value. "int8-int4": the same for keys, and 4-bit values in groups of 32, each
-    with a scale and a minimum. "int4": 4-bit keys too, with one scale per key. "auto": "int8" if
-    the head dimension is no multiple of 32, otherwise "int4" for at most 5% of the bytes of a full
-    cache, and "int8-int4" for more. New tokens of one pass see each other unquantized."""
+    """Format of stored keys and values. None: the model's dtype. "int8": 8 bits, one 16-bit scale
+    per key and value. "int8-int4": the same for keys, and 4-bit values in groups of 32, each with a
+    scale and a minimum. "int4": 4-bit keys too, one scale per key. "auto": "int8-int4"; "int4" if
+    that holds less than a tenth of the keys; "int8" if the head dimension is no multiple of 32. New
+    tokens of one pass see each other unquantized."""
     head_shares: Any = None
     """How the key/value heads share the budget. The mean over all heads stays what `heavy` and
     `recent` say, and every head gets at least 8 tokens. None: equal shares. Numbers
@@ -267,8 +267,7 @@ class H2OConfig(Presets):
     def for_model(self, model: Any) -> H2OConfig:
         """Fill in what depends on a model (or its config): profile, bits, and bytes of a token.
 
-        Raises: ValueError for a profile of another model, and if none is shipped for this one;
-        TypeError if `model` is neither.
+        Raises: ValueError for a profile of another model or of none; TypeError for other objects.
         """
         config = config_of(model)
         shares, kv_dtype, token_bytes = self.head_shares, self.kv_dtype, self._token_bytes
@@ -281,12 +280,13 @@ class H2OConfig(Presets):
                 )
         elif isinstance(shares, Profile):
             shares.check(model)
+        size = key_size(config) if self.budget_unit == "bytes" else None
         if kv_dtype == "auto":
-            head_dim = None if latent_row(config) else describe(config).get("head_dim")
-            of_bytes = (self.heavy, self.recent) if self.budget_unit == "bytes" else ()
-            kv_dtype = choose_bits(head_dim, of_bytes)
-        if self.budget_unit == "bytes":
-            token_bytes = bytes_per_token(*key_size(config), kv_dtype, self.value_weighted)
+            D = None if latent_row(config) else describe(config).get("head_dim")
+            amounts = self.heavy, self.recent
+            kv_dtype = choose_bits(D, size and size[1], amounts, self.value_weighted)
+        if size:
+            token_bytes = bytes_per_token(*size, kv_dtype, self.value_weighted)
         return dataclasses.replace(
             self, head_shares=shares, kv_dtype=kv_dtype, _token_bytes=token_bytes
         )

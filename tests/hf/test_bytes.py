@@ -72,6 +72,15 @@ def test_keys_in_four_bits():
         total = cache.report().total
         assert total.bytes_held + total.bytes_bookkeeping <= 0.2 * total.bytes_full
         kept[kv_dtype] = sum(total.kept)
+    for dtype, budget in ((torch.bfloat16, 0.046), (torch.float32, 0.023)):  # a tenth of the keys
+        sized = llama(2, head_dim=64).to(dtype)
+        sized.config.dtype = dtype
+        for factor, wanted in ((0.98, "int4"), (1.02, "int8-int4")):
+            cache = H2OCache(sized, budget=factor * budget, min_tokens=0)
+            assert cache.config.kv_dtype == wanted
+            sized(*prompts(240), **with_cache(cache))
+            assert ("in four bits" in str(cache.report())) == (wanted == "int4")
+    assert H2OConfig(budget=64).for_model(ours).kv_dtype is None
     assert kept["int4"] > 1.15 * kept["int8-int4"]
     with pytest.raises(UnsupportedError, match='Use kv_dtype="int8"'):
         H2OCache(model("deepseek_v3"), heavy=4, recent=4, kv_dtype="int4")
