@@ -7,8 +7,11 @@ says which ones, and what happens in a version that lacks them.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
+from collections.abc import Callable
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -78,7 +81,7 @@ def find_call(cache: Any) -> ModelCall | None:
     positions are then those of `prepare_inputs_for_generation`."""
     masks, of_forward, of_others, calls = [], [], [], set()
     embedded, ids, dropped, config = False, None, None, None
-    for name, here in _calls_under_way(cache):
+    for name, here in _calls_under_way(cache, _has_inputs):
         calls.add(name)
         masks += [here["attention_mask"]] if "attention_mask" in here else []
         config = here.get("config") if config is None else config
@@ -139,8 +142,21 @@ def find_rope_deltas_module() -> tuple[Any, int]:
     return None, 0
 
 
-def _calls_under_way(cache: Any = None) -> list[tuple[str, dict[str, Any]]]:
+@functools.cache
+def _has_inputs(code: CodeType) -> bool:
+    """Whether `find_call` reads local variables of a function. To collect those of all calls on the
+    stack would take as long as a third of a decode step's checks."""
+    if code.co_name in ("forward", "prepare_inputs_for_generation", "_prefill"):
+        return True
+    names = (*code.co_varnames, *code.co_cellvars, *code.co_freevars)
+    return not {"attention_mask", "position_ids", "config"}.isdisjoint(names)
+
+
+def _calls_under_way(
+    cache: Any = None, is_read: Callable[[CodeType], bool] | None = None
+) -> list[tuple[str, dict[str, Any]]]:
     """Name and local variables of each transformers call on the stack, the innermost first.
+    Functions for which `is_read` is False come without variables.
 
     A function of another package ends the list. It may wrap the model's forward(), as accelerate's
     hooks do, so calls of `_OUTER` that have `cache` follow."""
@@ -151,7 +167,8 @@ def _calls_under_way(cache: Any = None) -> list[tuple[str, dict[str, Any]]]:
         if package.startswith("transformers"):  # or transformers_modules: a model's remote code
             # Locals of other calls may hold tensors.
             if not is_wrapped or (name in _OUTER and _has_cache(frame.f_locals, cache)):
-                calls.append((name, frame.f_locals))
+                is_needed = is_read is None or is_read(frame.f_code)
+                calls.append((name, frame.f_locals if is_needed else {}))
         elif package not in ("h2o", "torch"):
             is_wrapped = True
             if cache is None:
