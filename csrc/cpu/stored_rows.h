@@ -34,7 +34,7 @@ VEC vf quantize(vf x, vf scale, vf minimum, float low, float high) {
 }
 
 /* The largest magnitude of a row; *finite: whether all of its elements are finite. */
-static inline float row_most(row_ref row, int64_t D, bool *finite) {
+static __attribute__((noinline)) float row_most(row_ref row, int64_t D, bool *finite) {
     vf high = vf_zero(), unfinite = vf_zero();
     for (int64_t d = 0; d < D; d += VL) {
         const vf x = row_load(row, d, D);
@@ -54,7 +54,7 @@ VEC void write_halves(char *to, const vf number[H2O_GROUP / VL]) {
     }
 }
 
-static inline void write_Q8(char *row, row_ref from, int64_t D) {
+static __attribute__((noinline)) void write_Q8(char *row, row_ref from, int64_t D) {
     bool finite;
     const float most = row_most(from, D, &finite);
     const quantizer q = q8_quantizer(most, finite);
@@ -73,7 +73,7 @@ static inline void write_Q8(char *row, row_ref from, int64_t D) {
     }
 }
 
-static inline void write_S4(char *row, row_ref from, int64_t D) {
+static __attribute__((noinline)) void write_S4(char *row, row_ref from, int64_t D) {
     EXPECT(D % H2O_GROUP == 0);
     bool finite;
     const float most = row_most(from, D, &finite);
@@ -87,7 +87,7 @@ static inline void write_S4(char *row, row_ref from, int64_t D) {
     const vf width = vf_set1(16.0f * scale);
     for (int64_t d = 0; d < D; d += H2O_GROUP) {
         vf number[H2O_GROUP / VL];
-        UNROLL
+        ROLLED
         for (int i = 0; i < H2O_GROUP / VL; i++) {
             const vf x = vf_div(row_load(from, d + i * VL, D), width);
             number[i] = nearest(vf_add(x, vf_set1(7.5f)), 0.0f, 15.0f);
@@ -96,7 +96,7 @@ static inline void write_S4(char *row, row_ref from, int64_t D) {
     }
 }
 
-static inline void write_Q4(char *row, row_ref from, int64_t D) {
+static __attribute__((noinline)) void write_Q4(char *row, row_ref from, int64_t D) {
     enum { VECTORS = H2O_GROUP / VL };
     EXPECT(D % H2O_GROUP == 0);
     for (int64_t d = 0; d < D; d += H2O_GROUP) {
