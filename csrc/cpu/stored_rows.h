@@ -34,10 +34,10 @@ VEC vf quantize(vf x, vf scale, vf minimum, float low, float high) {
 }
 
 /* The largest magnitude of a row; *finite: whether all of its elements are finite. */
-static __attribute__((noinline)) float row_most(row_ref row, int64_t D, bool *finite) {
+static float row_most(row_ref row, int64_t D, bool *finite) {
     vf high = vf_zero(), unfinite = vf_zero();
     for (int64_t d = 0; d < D; d += VL) {
-        const vf x = row_load(row, d, D);
+        const vf x = row_vector(row, d, D);
         high = vf_max(vf_abs(x), high);
         unfinite = add_unfinite(unfinite, x);
     }
@@ -54,7 +54,7 @@ VEC void write_halves(char *to, const vf number[H2O_GROUP / VL]) {
     }
 }
 
-static __attribute__((noinline)) void write_Q8(char *row, row_ref from, int64_t D) {
+static void write_Q8(char *row, row_ref from, int64_t D) {
     bool finite;
     const float most = row_most(from, D, &finite);
     const quantizer q = q8_quantizer(most, finite);
@@ -66,14 +66,14 @@ static __attribute__((noinline)) void write_Q8(char *row, row_ref from, int64_t 
     }
     for (int64_t d = 0; d < D; d += VL) {
         const int n = D - d < VL ? (int)(D - d) : VL;
-        const vf x = quantize(row_load(from, d, D), vf_set1(scale), vf_zero(), -127.0f, 127.0f);
+        const vf x = quantize(row_vector(from, d, D), vf_set1(scale), vf_zero(), -127.0f, 127.0f);
         char bytes[VL];
         vf_store_bytes(n < VL ? bytes : row + d, x);
         if (n < VL) memcpy(row + d, bytes, (size_t)n);
     }
 }
 
-static __attribute__((noinline)) void write_S4(char *row, row_ref from, int64_t D) {
+static void write_S4(char *row, row_ref from, int64_t D) {
     EXPECT(D % H2O_GROUP == 0);
     bool finite;
     const float most = row_most(from, D, &finite);
@@ -87,23 +87,23 @@ static __attribute__((noinline)) void write_S4(char *row, row_ref from, int64_t 
     const vf width = vf_set1(16.0f * scale);
     for (int64_t d = 0; d < D; d += H2O_GROUP) {
         vf number[H2O_GROUP / VL];
-        ROLLED
+        UNROLL
         for (int i = 0; i < H2O_GROUP / VL; i++) {
-            const vf x = vf_div(row_load(from, d + i * VL, D), width);
+            const vf x = vf_div(row_vector(from, d + i * VL, D), width);
             number[i] = nearest(vf_add(x, vf_set1(7.5f)), 0.0f, 15.0f);
         }
         write_halves(row + q4_elements(d), number);
     }
 }
 
-static __attribute__((noinline)) void write_Q4(char *row, row_ref from, int64_t D) {
+static void write_Q4(char *row, row_ref from, int64_t D) {
     enum { VECTORS = H2O_GROUP / VL };
     EXPECT(D % H2O_GROUP == 0);
     for (int64_t d = 0; d < D; d += H2O_GROUP) {
         vf x[VECTORS], negative, high, unfinite = vf_zero();
         UNROLL
         for (int i = 0; i < VECTORS; i++) {
-            x[i] = row_load(from, d + i * VL, D);
+            x[i] = row_vector(from, d + i * VL, D);
             unfinite = add_unfinite(unfinite, x[i]);
             negative = i == 0 ? vf_sub(vf_zero(), x[0]) : vf_max(vf_sub(vf_zero(), x[i]), negative);
             high = i == 0 ? x[0] : vf_max(x[i], high);
