@@ -87,7 +87,7 @@ ADAPTED = ("base_layer", "original_module", "token_adapter")
 
 
 def adapter_layers(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Those of some modules, by name, that are PEFT layers, which wrap another one."""
+    """Select the PEFT layers, which wrap other modules, from modules by name."""
     return {name: x for name, x in modules.items() if hasattr(type(x), "adapter_layer_names")}
 
 

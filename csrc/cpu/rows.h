@@ -38,7 +38,7 @@ VEC vf row_load(row_ref row, int64_t i, int64_t D) {
     return vf_load(gathered);
 }
 
-/* The same as a call, where its code would otherwise be repeated for each vector of a row. */
+/* Calls row_load, whose code would otherwise be repeated for each vector of a row. */
 static __attribute__((noinline)) vf row_vector(row_ref row, int64_t i, int64_t D) {
     return row_load(row, i, D);
 }

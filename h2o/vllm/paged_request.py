@@ -52,7 +52,7 @@ class PagedRequest(NamedTuple):
     evicted: Row = []  # noqa: RUF012 - never changed
     """Spans that are removed after the `first` tokens"""
     removed: Row = []  # noqa: RUF012 - never changed
-    """Those of these spans that are no longer in the request's page"""
+    """Spans among these that are no longer in the request's page"""
 
     @property
     def first(self) -> int:

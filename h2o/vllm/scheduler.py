@@ -30,8 +30,8 @@ class PrefixScheduler(Scheduler):
     can be kept whole. The prefix that a request names is prefilled up to its end, and then the rest
     in chunks of a size that does not depend on other requests, since each chunk is cut separately.
     A preempted request prefills its prompt only, and decodes the tokens of its answer again. A
-    session, which may get another turn, has only one decode step planned at a time. What
-    its turns pin and forget holds for all later turns."""
+    session, which may get another turn, has only one decode step planned at a time. What its
+    turns pin and forget holds for all later turns."""
 
     room_is_awaited = False
     """Whether a waiting request could not begin in this pass for lack of room"""

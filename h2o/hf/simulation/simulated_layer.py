@@ -82,7 +82,8 @@ def simulate_tokenwise(
         kv_dtype=plan.config.kv_dtype, shared=text.value is None,
         offsets=should_center(text.key, text.softcap, text.sink_logits),
     )  # fmt: skip
-    remaining = Remaining(removals or {}, B, N, device)
+    removals = removals or {}
+    remaining = Remaining(removals, B, N, device)
     evicted_after = torch.full((B, G, N), -1, dtype=torch.int32, device=device)
     last = torch.zeros(B, G, N + 1, dtype=torch.float32, device=device)  # by position; N: no key
 
@@ -108,9 +109,9 @@ def simulate_tokenwise(
     most = [0] * B  # a text that has become shorter does not grow again up to that length
     for i in late.any(0).nonzero()[:, 0].tolist():
         is_new = late[:, i].tolist()
-        if removals:
+        before = [counts[row][i] - 1 if is_new[row] else -1 for row in range(B)] if removals else []
+        if any(n in removals for n in before):
             note_held_scores()
-            before = [counts[row][i] - 1 if is_new[row] else -1 for row in range(B)]
             slots = remaining.remove(slots, sizes, before, policy)
             record(seen.fill_(i))
         one = text.columns(i, i + 1)._replace(mask=late[:, i : i + 1])
