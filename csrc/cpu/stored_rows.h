@@ -227,29 +227,12 @@ static void restore_row(const char *row, h2o_dtype type, row_ref offset, int64_t
     }
 }
 
-/* Stores the signed bytes 16 * n - 120 of eight numbers n, each in the high half of a byte. As
- * unsigned bytes they would be 128 more: 16 * n + 8. */
-VEC void store_widened(char *to, uint64_t numbers) {
-    const uint64_t bytes =
-        ((numbers & 0xf0f0f0f0f0f0f0f0) | 0x0808080808080808) ^ 0x8080808080808080;
-    memcpy(to, &bytes, sizeof bytes);
-}
-
 /* The type as which quantized keys are multiplied. */
 VEC h2o_dtype widened_type(h2o_dtype type) { return type == H2O_S4 ? H2O_Q8 : type; }
 
 /* to [D + 2] = a row of S4 as one of Q8. */
 VEC void widen_row(const char *row, int64_t D, char *to) {
-    enum { WORD = sizeof(uint64_t), HALF = H2O_GROUP / 2 };
-    for (int64_t d = 0; d < D; d += H2O_GROUP) {
-        UNROLL
-        for (int i = 0; i < HALF; i += WORD) {
-            uint64_t halves;
-            memcpy(&halves, row + q4_elements(d) + i, sizeof halves);
-            store_widened(to + d + i, halves << 4);
-            store_widened(to + d + HALF + i, halves);
-        }
-    }
+    for (int64_t d = 0; d < D; d += H2O_GROUP) widen_u4(row + d / 2, to + d);
     memcpy(to + D, row + D / 2, 2);
 }
 
