@@ -28,21 +28,22 @@ VEC vf nearest(vf x, float low, float high) {
     return vf_exp2_parts(vf_less(most, x, most, x), &fraction);
 }
 
-/* The integers from `low` to `high` that represent x, as in quantized() of quantize.h. */
+/* The integers from `low` to `high` that represent x in a row of Q8 or a group of Q4. */
 VEC vf quantize(vf x, vf scale, vf minimum, float low, float high) {
     return nearest(vf_div(vf_sub(x, minimum), scale), low, high);
 }
 
-/* The largest magnitude of a row; *finite: whether all of its elements are finite. */
-static float row_most(row_ref row, int64_t D, bool *finite) {
+/* Writes the scale of a row, `scales` of which are its largest magnitude, and returns it. */
+static float write_scale(char *to, row_ref from, int64_t D, float scales) {
     vf high = vf_zero(), unfinite = vf_zero();
     for (int64_t d = 0; d < D; d += VL) {
-        const vf x = row_vector(row, d, D);
+        const vf x = row_vector(from, d, D);
         high = vf_max(vf_abs(x), high);
         unfinite = add_unfinite(unfinite, x);
     }
-    *finite = vf_hsum(unfinite) == 0.0f;
-    return vf_hmax(high);
+    const quantizer q = row_quantizer(vf_hmax(high), scales, vf_hsum(unfinite) == 0.0f);
+    store_f16(to, q.scale);
+    return float_from_f16(q.scale);
 }
 
 /* Writes the H2O_GROUP numbers from 0 to 15 of a group as halves of bytes. */
@@ -55,11 +56,7 @@ VEC void write_halves(char *to, const vf number[H2O_GROUP / VL]) {
 }
 
 static void write_Q8(char *row, row_ref from, int64_t D) {
-    bool finite;
-    const float most = row_most(from, D, &finite);
-    const quantizer q = q8_quantizer(most, finite);
-    const float scale = float_from_f16(q.scale);
-    store_f16(row + D, q.scale);
+    const float scale = write_scale(row + D, from, D, Q8_SCALES);
     if (!(scale > 0.0f)) {
         memset(row, 0, (size_t)D);
         return;
@@ -75,11 +72,7 @@ static void write_Q8(char *row, row_ref from, int64_t D) {
 
 static void write_S4(char *row, row_ref from, int64_t D) {
     EXPECT(D % H2O_GROUP == 0);
-    bool finite;
-    const float most = row_most(from, D, &finite);
-    const quantizer q = s4_quantizer(most, finite);
-    const float scale = float_from_f16(q.scale);
-    store_f16(row + D / 2, q.scale);
+    const float scale = write_scale(row + D / 2, from, D, S4_SCALES);
     if (!(scale > 0.0f)) {
         memset(row, 0, (size_t)D / 2);
         return;
