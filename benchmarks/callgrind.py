@@ -7,7 +7,8 @@ Levels that valgrind supports (not AVX-512) run under callgrind, which leaves it
 callgrind_annotate in the output folder. The others are single-stepped with ptrace, which takes
 minutes. Everything runs on one thread with 4 query heads, 1 key head and D = 128: a prompt of 96
 tokens, its eviction to 64 keys, a decode step over 64 keys, and the simulation of the text with a
-prompt of 64.
+prompt of 64. Decode steps with values in four bits have 400 keys, with D = 128 and with 64. Those
+with offsets transform the query, the new token and the output: the others do not.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def main() -> None:
                 key = f"{level} {operation}"
                 counts[key] = count(program, level, operation, folder)
                 change = f"  {counts[key] / before[key] - 1:+.2%}" if key in before else ""
-                print(f"{level:12} {operation:16} {counts[key]:12,}{change}", flush=True)
+                print(f"{level:12} {operation:25} {counts[key]:12,}{change}", flush=True)
     if options.save:
         options.save.write_text(json.dumps(counts, indent=1) + "\n")
 

@@ -17,8 +17,8 @@
 #include <unistd.h>
 
 /* A small layer, because single steps are slow: 4 query heads to one key head, a prompt of N
- * tokens, a store of SLOTS keys. */
-enum { B = 1, H = 4, G = 1, D = 128, N = 96, SLOTS = 65, HEAVY = 32, RECENT = 32 };
+ * tokens. */
+enum { B = 1, H = 4, G = 1, N = 96 };
 
 static void on_one_thread(int workers, h2o_worker_fn function, void *context) {
     for (int worker = 0; worker < workers; worker++) {
@@ -32,18 +32,27 @@ typedef struct {
     const char *name;
     h2o_operation operation;
     h2o_dtype dtype;
-    h2o_dtype stored; /* of the slots */
+    h2o_dtype keys, values; /* of the slots */
+    int32_t held;           /* keys in the slots */
+    int64_t D;
+    bool offsets;
 } variant;
 
 static const variant variants[] = {
-    {"attend", H2O_ATTEND, H2O_F32, H2O_F32},
-    {"attend-bf16", H2O_ATTEND, H2O_BF16, H2O_BF16},
-    {"evict", H2O_EVICT, H2O_F32, H2O_F32},
-    {"step", H2O_STEP, H2O_F32, H2O_F32},
-    {"step-bf16", H2O_STEP, H2O_BF16, H2O_BF16},
-    {"step-int8", H2O_STEP, H2O_BF16, H2O_Q8},
-    {"simulate", H2O_SIMULATE, H2O_F32, H2O_F32},
-    {"simulate-bf16", H2O_SIMULATE, H2O_BF16, H2O_BF16},
+    {"attend", H2O_ATTEND, H2O_F32, H2O_F32, H2O_F32, 64, 128, false},
+    {"attend-bf16", H2O_ATTEND, H2O_BF16, H2O_BF16, H2O_BF16, 64, 128, false},
+    {"evict", H2O_EVICT, H2O_F32, H2O_F32, H2O_F32, 64, 128, false},
+    {"step", H2O_STEP, H2O_F32, H2O_F32, H2O_F32, 64, 128, false},
+    {"step-bf16", H2O_STEP, H2O_BF16, H2O_BF16, H2O_BF16, 64, 128, false},
+    {"step-int8", H2O_STEP, H2O_BF16, H2O_Q8, H2O_Q8, 64, 128, false},
+    {"step-int8-int4", H2O_STEP, H2O_BF16, H2O_Q8, H2O_Q4, 400, 128, false},
+    {"step-int8-int4-offsets", H2O_STEP, H2O_BF16, H2O_Q8, H2O_Q4, 400, 128, true},
+    {"step-int4-offsets", H2O_STEP, H2O_BF16, H2O_S4, H2O_Q4, 400, 128, true},
+    {"step-64-int8-int4", H2O_STEP, H2O_BF16, H2O_Q8, H2O_Q4, 400, 64, false},
+    {"step-64-int8-int4-offsets", H2O_STEP, H2O_BF16, H2O_Q8, H2O_Q4, 400, 64, true},
+    {"step-64-int4-offsets", H2O_STEP, H2O_BF16, H2O_S4, H2O_Q4, 400, 64, true},
+    {"simulate", H2O_SIMULATE, H2O_F32, H2O_F32, H2O_F32, 64, 128, false},
+    {"simulate-bf16", H2O_SIMULATE, H2O_BF16, H2O_BF16, H2O_BF16, 64, 128, false},
 };
 enum { VARIANTS = sizeof variants / sizeof *variants };
 
@@ -53,7 +62,7 @@ static h2o_call call;
 static bool stepping;
 
 static h2o_view filled(int64_t heads, int64_t rows, test_random *random) {
-    h2o_view view = make_tensor(chosen->dtype, 4, B, heads, rows, D);
+    h2o_view view = make_tensor(chosen->dtype, 4, B, heads, rows, chosen->D);
     fill_tensor(&view, 0.01f, random);
     return view;
 }
@@ -68,15 +77,27 @@ static void clear(const h2o_slots *slots) {
     FILL(int64_t, slots->seen_tokens, 0);
 }
 
+/* An empty store, half of whose keys are heavy. */
+static h2o_slots store(const h2o_dims *dims) {
+    const int32_t heavy = chosen->held / 2;
+    h2o_slots slots = make_slots(DENSE, dims, chosen->values, heavy, chosen->held - heavy, false);
+    if (chosen->keys != chosen->values) {
+        slots.keys = make_tensor(H2O_U8, 4, B, G, dims->S, h2o_row_bytes(chosen->keys, dims->D));
+    }
+    if (chosen->offsets) slots.offsets = make_tensor(H2O_F16, 3, B, G, dims->D, 1);
+    return slots;
+}
+
 static int prepare(h2o_error *error) {
-    const float scale = 1.0f / sqrtf(D);
-    const h2o_dims dims = make_dims(B, G, H / G, N, SLOTS, D);
+    const int64_t D = chosen->D;
+    const float scale = 1.0f / sqrtf((float)D);
+    const h2o_dims dims = make_dims(B, G, H / G, N, chosen->held + 1, D);
     test_random random = {.state = 1};
     const h2o_view keys = filled(G, N, &random), values = filled(G, N, &random);
     const h2o_view query = filled(H, N, &random);
     const h2o_view out = make_tensor(chosen->dtype, 4, B, N, H, D);
     const h2o_view scores = make_tensor(H2O_F32, 3, B, G, N, 1);
-    h2o_slots slots = make_slots(DENSE, &dims, chosen->stored, HEAVY, RECENT, false);
+    h2o_slots slots = store(&dims);
     switch (chosen->operation) {
     case H2O_ATTEND:
         params.attend = (h2o_attend_params){.query = query, .keys = keys, .values = values, .out = out,
@@ -88,7 +109,7 @@ static int prepare(h2o_error *error) {
         for (int i = 0; i < G * N; i++) ((float *)scores.data)[i] = random_float(&random);
         break;
     case H2O_STEP:
-        fill_slots(&slots, SLOTS - 1, &random);
+        fill_slots(&slots, chosen->held, &random);
         params.step = (h2o_step_params){
             .query = filled(H, 1, &random), .key = filled(G, 1, &random),
             .value = filled(G, 1, &random), .slots = slots,
@@ -100,7 +121,7 @@ static int prepare(h2o_error *error) {
             .prompt = make_tensor(H2O_I32, 1, B, 1, 1, 1), .out = out,
             .evicted_at = make_tensor(H2O_I32, 3, B, G, N, 1), .scores = scores,
             .policy = policy(), .scale = scale};
-        FILL(int32_t, params.simulate.prompt, SLOTS - 1);
+        FILL(int32_t, params.simulate.prompt, chosen->held);
     }
     call.operation = chosen->operation;
     return h2o_open(&params, &call, error);

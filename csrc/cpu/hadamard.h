@@ -70,17 +70,8 @@ static void hadamard_elements(float *x, int64_t D, int64_t n, float factor) {
     for (int64_t i = 0; i < D; i++) x[i] *= factor;
 }
 
-/* Transforms x [D] in place. Not inlined, so that no compiler fuses its last multiplication with
- * what follows. */
-static __attribute__((noinline)) void hadamard(float *x, int64_t D) {
-    if (D == 4 * VL) { /* the most common sizes, with all constants */
-        hadamard_vectors(x, 4, vf_set1((float)(1.0 / sqrt(4.0 * VL))));
-        return;
-    }
-    if (D == 8 * VL) {
-        hadamard_vectors(x, 8, vf_set1((float)(1.0 / sqrt(8.0 * VL))));
-        return;
-    }
+/* Transforms x [D] in place. */
+VEC void hadamard_blocks(float *x, int64_t D) {
     const int64_t n = D & -D;
     const float whole = (float)(1.0 / sqrt((double)n));
     if (n < VL) {
@@ -109,11 +100,22 @@ static __attribute__((noinline)) void hadamard(float *x, int64_t D) {
     }
 }
 
+/* Transforms x [D] in place, with constants for the most common sizes. Not inlined, so that no
+ * compiler fuses its last multiplication with what follows. */
+static __attribute__((noinline)) void hadamard(float *x, int64_t D) {
+    if (D == 64)
+        hadamard_blocks(x, 64);
+    else if (D == 128)
+        hadamard_blocks(x, 128);
+    else
+        hadamard_blocks(x, D);
+}
+
 /* to [D rounded up to VL] = a row of floats minus those of an offset (or no_row), transformed. */
 static void load_transformed(row_ref from, row_ref offset, int64_t D, float *to) {
-    for (int64_t d = 0; d < D; d += VL) {
-        const vf x = row_load(from, d, D);
-        vf_store(to + d, offset.data ? vf_sub(x, row_load(offset, d, D)) : x);
+    load_row(from, D, to);
+    for (int64_t d = 0; offset.data && d < D; d += VL) {
+        vf_store(to + d, vf_sub(vf_load(to + d), row_load(offset, d, D)));
     }
     hadamard(to, D);
 }

@@ -28,21 +28,22 @@ VEC vf nearest(vf x, float low, float high) {
     return vf_exp2_parts(vf_less(most, x, most, x), &fraction);
 }
 
-/* The integers from `low` to `high` that represent x, as in quantized() of quantize.h. */
+/* The integers from `low` to `high` that represent x in a row of Q8 or a group of Q4. */
 VEC vf quantize(vf x, vf scale, vf minimum, float low, float high) {
     return nearest(vf_div(vf_sub(x, minimum), scale), low, high);
 }
 
-/* The largest magnitude of a row; *finite: whether all of its elements are finite. */
-static float row_most(row_ref row, int64_t D, bool *finite) {
+/* Writes the scale of a row, `scales` of which are its largest magnitude, and returns it. */
+static float write_scale(char *to, row_ref from, int64_t D, float scales) {
     vf high = vf_zero(), unfinite = vf_zero();
     for (int64_t d = 0; d < D; d += VL) {
-        const vf x = row_vector(row, d, D);
+        const vf x = row_vector(from, d, D);
         high = vf_max(vf_abs(x), high);
         unfinite = add_unfinite(unfinite, x);
     }
-    *finite = vf_hsum(unfinite) == 0.0f;
-    return vf_hmax(high);
+    const quantizer q = row_quantizer(vf_hmax(high), scales, vf_hsum(unfinite) == 0.0f);
+    store_f16(to, q.scale);
+    return float_from_f16(q.scale);
 }
 
 /* Writes the H2O_GROUP numbers from 0 to 15 of a group as halves of bytes. */
@@ -55,11 +56,7 @@ VEC void write_halves(char *to, const vf number[H2O_GROUP / VL]) {
 }
 
 static void write_Q8(char *row, row_ref from, int64_t D) {
-    bool finite;
-    const float most = row_most(from, D, &finite);
-    const quantizer q = q8_quantizer(most, finite);
-    const float scale = float_from_f16(q.scale);
-    store_f16(row + D, q.scale);
+    const float scale = write_scale(row + D, from, D, Q8_SCALES);
     if (!(scale > 0.0f)) {
         memset(row, 0, (size_t)D);
         return;
@@ -75,11 +72,7 @@ static void write_Q8(char *row, row_ref from, int64_t D) {
 
 static void write_S4(char *row, row_ref from, int64_t D) {
     EXPECT(D % H2O_GROUP == 0);
-    bool finite;
-    const float most = row_most(from, D, &finite);
-    const quantizer q = s4_quantizer(most, finite);
-    const float scale = float_from_f16(q.scale);
-    store_f16(row + D / 2, q.scale);
+    const float scale = write_scale(row + D / 2, from, D, S4_SCALES);
     if (!(scale > 0.0f)) {
         memset(row, 0, (size_t)D / 2);
         return;
@@ -227,29 +220,12 @@ static void restore_row(const char *row, h2o_dtype type, row_ref offset, int64_t
     }
 }
 
-/* Stores the signed bytes 16 * n - 120 of eight numbers n, each in the high half of a byte. As
- * unsigned bytes they would be 128 more: 16 * n + 8. */
-VEC void store_widened(char *to, uint64_t numbers) {
-    const uint64_t bytes =
-        ((numbers & 0xf0f0f0f0f0f0f0f0) | 0x0808080808080808) ^ 0x8080808080808080;
-    memcpy(to, &bytes, sizeof bytes);
-}
-
 /* The type as which quantized keys are multiplied. */
 VEC h2o_dtype widened_type(h2o_dtype type) { return type == H2O_S4 ? H2O_Q8 : type; }
 
 /* to [D + 2] = a row of S4 as one of Q8. */
 VEC void widen_row(const char *row, int64_t D, char *to) {
-    enum { WORD = sizeof(uint64_t), HALF = H2O_GROUP / 2 };
-    for (int64_t d = 0; d < D; d += H2O_GROUP) {
-        UNROLL
-        for (int i = 0; i < HALF; i += WORD) {
-            uint64_t halves;
-            memcpy(&halves, row + q4_elements(d) + i, sizeof halves);
-            store_widened(to + d + i, halves << 4);
-            store_widened(to + d + HALF + i, halves);
-        }
-    }
+    for (int64_t d = 0; d < D; d += H2O_GROUP) widen_u4(row + d / 2, to + d);
     memcpy(to + D, row + D / 2, 2);
 }
 

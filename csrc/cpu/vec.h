@@ -32,6 +32,8 @@
  *   vf_store_bytes(p, x)    integers from -128 to 255 as one byte each
  *   vf_load_u4(p, high)     the high or the low halves of VL bytes
  *   vf_load_u4_as(p, scale, minimum, *low, *high)  both halves, as vf_fma(q, scale, minimum)
+ *   widen_u4(p, to)         the low halves n of 16 bytes, followed by their high halves, as signed
+ *                           bytes 16 * n - 120 (as unsigned ones they would be 16 * n + 8)
  *   vf_swap(x, h)           lanes i and i ^ h exchanged, for a constant power of two h < VL
  *   vf_transpose(v)         v[VL] as a VL x VL matrix, in place
  *   vf_hsums(v)             lane i is the sum over the lanes of v[i], i < VL
@@ -110,6 +112,24 @@ VEC void vf_store_bytes(void *p, vf x) {
 VEC vf vf_load_u4(const void *p, bool high) {
     const vu bytes = high ? load_bytes(p) : load_bytes(p) << 4;
     return __builtin_convertvector((vi)(bytes >> 28), vf);
+}
+
+VEC void widen_u4(const char *p, char *to) {
+    vu halves;
+    memcpy(&halves, p, sizeof halves);
+    const vu low = (halves << 4 & 0xf0f0f0f0) ^ 0x88888888,
+             high = (halves & 0xf0f0f0f0) ^ 0x88888888;
+    memcpy(to, &low, sizeof low);
+    memcpy(to + sizeof low, &high, sizeof high);
+}
+
+#else
+
+VEC void widen_u4(const char *p, char *to) {
+    const __m256i twice = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)p)),
+                  highs = _mm256_sllv_epi32(twice, _mm256_setr_epi32(4, 4, 4, 4, 0, 0, 0, 0)),
+                  bytes = _mm256_and_si256(highs, _mm256_set1_epi8((char)0xf0));
+    _mm256_storeu_si256((__m256i *)to, _mm256_xor_si256(bytes, _mm256_set1_epi8((char)0x88)));
 }
 #endif
 

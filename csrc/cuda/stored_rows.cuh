@@ -118,7 +118,7 @@ struct q8_rows {
     template <typename ROW> DEVICE_METHOD void store(char *row, ROW from, int64_t D) const {
         bool finite;
         const float most = most_of(from, D, &finite);
-        const quantizer q = q8_quantizer(most, finite);
+        const quantizer q = row_quantizer(most, Q8_SCALES, finite);
         each_element(from, D,
                      [&](int64_t d, float x) { row[d] = (char)(int8_t)q8_quantized(q, x); });
         if (threadIdx.x % 32 == 0) store_half(row + D, q.scale);
@@ -180,7 +180,7 @@ struct s4_rows {
     template <typename ROW> DEVICE_METHOD void store(char *row, ROW from, int64_t D) const {
         bool finite;
         const float most = most_of(from, D, &finite);
-        const quantizer q = s4_quantizer(most, finite);
+        const quantizer q = row_quantizer(most, S4_SCALES, finite);
         each_element(from, D,
                      [&](int64_t d, float x) { store_halves(row, d, s4_quantized(q, x)); });
         if (threadIdx.x % 32 == 0) store_half(row + D / 2, q.scale);
