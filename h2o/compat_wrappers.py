@@ -131,28 +131,25 @@ def model_adapters(model: Any) -> tuple[str, ...]:
     return (active,) if isinstance(active, str) else tuple(active)
 
 
-def saved_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """A module's own parameters and persistent buffers."""
-    saved = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-    saved |= module.named_buffers(recurse=False, remove_duplicate=False)
-    for name in module._non_persistent_buffers_set:
-        saved.pop(name, None)
-    return saved
+def own_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A module's own tensors by name, saved ones and packed ones.
 
-
-def packed_tensors(module: nn.Module, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of a quantized module by name: those that are neither parameters nor buffers, and
-    those to read instead of a parameter whose format changes. `saved`: its `saved_tensors`.
+    Saved ones are parameters and persistent buffers. Packed ones are those of a quantized module
+    that are neither, and those to read instead of a parameter whose format changes.
 
     torch.ao's and bitsandbytes' modules are read with their accessors. A module is never asked for
     its state, because `_save_to_state_dict` of bitsandbytes changes the module.
     """
+    saved = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+    saved |= module.named_buffers(recurse=False, remove_duplicate=False)
+    for name in module._non_persistent_buffers_set:
+        saved.pop(name, None)
     if _is_from(type(module), "torch.ao.nn."):
-        return _torch_ao_tensors(module)
+        return saved, _torch_ao_tensors(module)
     weight = saved.get("weight")
     if weight is None or weight.is_meta or not _is_from(type(weight), "bitsandbytes."):
-        return {}
-    return _bitsandbytes_tensors(module, weight)
+        return saved, {}
+    return saved, _bitsandbytes_tensors(module, weight)
 
 
 def _torch_ao_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -387,8 +387,10 @@ def _fill_in(
     if sizes is None or key_sizes is None:
         return scale, out, *by_key.values()
     (B, H, Q, D), G = sizes, key_sizes[1]
-    outputs = {None: out, **by_key}
-    missing = [dtype for dtype, output in outputs.items() if output is None]
-    wanted = [((B, G, Q) if dtype else (B, Q, H, D), dtype, None) for dtype in missing]
-    outputs |= zip(missing, new_tensors(query, *wanted), strict=True)
-    return scale, *outputs.values()
+    outputs = []
+    for dtype, output in {None: out, **by_key}.items():
+        if output is None:
+            shape = (B, G, Q) if dtype else (B, Q, H, D)
+            (output,) = new_tensors(query, (shape, dtype, None))
+        outputs.append(output)
+    return scale, *outputs
