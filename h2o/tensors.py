@@ -54,8 +54,10 @@ def new_tensors(
             if dtype == "float64" and like.device.type == "mps":
                 dtype = "float32"
             kind = {} if dtype is None else {"dtype": getattr(sys.modules["torch"], dtype)}
-            tensor = like.new_empty(shape, **kind)
-            made.append(tensor if fill is None else tensor.fill_(fill))
+            if fill is None:
+                made.append(like.new_empty(shape, **kind))
+            else:
+                made.append(like.new_full(shape, fill, **kind))
         except RuntimeError as error:  # torch has no exception class for this
             if not any(words in str(error) for words in _NO_MEMORY):
                 raise
