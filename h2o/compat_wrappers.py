@@ -1,47 +1,15 @@
-"""Everything that h2o uses from the internals of PEFT, accelerate, bitsandbytes, torch.ao,
-torch.compile and torch.func, which wrap models, layers and tensors. `h2o.compat` has the names of
-transformers and torch."""
+"""Everything that h2o uses from the internals of PEFT, accelerate, bitsandbytes, torch.ao and
+torch.compile, which wrap models, layers and tensors. `h2o.compat` has the names of transformers and
+torch."""
 
 from __future__ import annotations
 
 import functools
-import traceback
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
-
-
-def has_transforms() -> bool:
-    """Whether a transform of torch.func, forward-mode differentiation or torch.jit.trace is
-    active."""
-    is_forward = forward_ad._current_level >= 0
-    is_func = torch._C._functorch.peek_interpreter_stack() is not None
-    return is_forward or is_func or bool(torch.jit.is_tracing())
-
-
-def is_called_compiled() -> bool:
-    """Whether a compiled model or function called the caller. transformers then gives attention a
-    4-D mask, though the user gave none."""
-    if torch.compiler.is_compiling():
-        return True
-    callers = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(None))
-    return any(type(caller).__name__ == "OptimizeContext" for caller in callers)
-
-
-def is_transformed(*tensors: Tensor | None) -> bool:
-    """Whether a transform of torch.func wraps any of the tensors, or one has a tangent of
-    forward-mode differentiation, or torch.jit.trace records what is done to them."""
-    if torch.compiler.is_compiling() or not has_transforms():
-        return False
-    if torch.jit.is_tracing():
-        return True
-    with torch._C.DisableTorchFunctionSubclass():
-        given = [x for x in tensors if x is not None]
-        is_hidden = any(map(torch._C._functorch.is_functorch_wrapped_tensor, given))
-        return is_hidden or any(forward_ad.unpack_dual(x).tangent is not None for x in given)
 
 
 def inner_model(model: Any) -> Any:
