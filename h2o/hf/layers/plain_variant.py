@@ -19,6 +19,7 @@ from h2o import backends, ops
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import AttentionCall, NewTokens, attention
 from h2o.slots import should_center
+from h2o.tensors import default_scale
 
 
 class PlainVariant:
@@ -80,10 +81,12 @@ class PlainVariant:
         query, key, value, mask, scale, softcap, sinks = tokens
         B, H, Q, D = query.shape
         out = query.new_empty(B, Q, H, D)
+        if scale is None:
+            scale = default_scale(query, (B, H, Q, D))
+        table, ranks = rotary or (None, None)
         backends.backend_if_open(query).step(
-            query, key, value, mask, slots, out, D**-0.5 if scale is None else scale, softcap,
-            layer.policy, *(rotary or (None, None)), sinks,
-        )  # fmt: skip
+            query, key, value, mask, slots, out, scale, softcap, layer.policy, table, ranks, sinks
+        )
         return out
 
     # ---- Between passes ----------------------------------------------------------------------
