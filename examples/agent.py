@@ -3,9 +3,9 @@
     python examples/agent.py --calls 60
 
 A user asks for a report on many rooms. For each room the model says something, and a tool answers
-with a long list. Only the last three lists stay in the cache. Beside it are (a) a full cache that
-reads the shortened chat anew for each turn, as engines without `evict` must, and (b) a full cache
-that keeps every list. At the end all three are asked about what was not forgotten.
+with a long list. Only the last lists stay in the cache, and only the last turns. Beside it are (a)
+a full cache that reads the shortened chat anew for each turn, as engines without `evict` must, and
+(b) a full cache that keeps everything. At the end all three are asked about what was not forgotten.
 """
 
 from __future__ import annotations
@@ -39,32 +39,49 @@ def result(room: int, items: int) -> dict[str, str]:
 
 
 class Agent:
-    """A chat on one cache that forgets all tool results except the last `keep_last`."""
+    """A chat on one cache, which forgets what is named before a turn."""
 
-    def __init__(
-        self, model: Any, tokenizer: Any, ids: torch.Tensor, keep_last: int | None = None
-    ) -> None:
+    def __init__(self, model: Any, tokenizer: Any, ids: torch.Tensor) -> None:
         """
         Args:
             ids: [1, n], the beginning of the chat.
-            keep_last: None keeps all results.
         """
-        self.model, self.tokenizer, self.ids, self.keep_last = model, tokenizer, ids, keep_last
+        self.model, self.tokenizer, self.ids = model, tokenizer, ids
+        self.turns = torch.zeros_like(ids)
+        """[1, n], the turn of each token, 0 for the beginning of the chat"""
         self.cache = h2o.H2OCache(model, h2o.H2OConfig.full())
         self.seconds = 0.0
         """CPU seconds of all turns so far, which no other program disturbs"""
 
-    def turn(self, message: Any) -> int:
-        """Answer a message. Returns the number of tokens that were read."""
+    def turn(self, message: Any, results: int | None = None, turns: int | None = None) -> int:
+        """Answer a message.
+
+        Args:
+            results: tool results that the chat keeps, counted from the last one. None keeps all.
+            turns: turns that it keeps besides its beginning. None keeps all.
+
+        Returns:
+            The number of tokens that were read.
+        """
         start, seen = time.process_time(), self.cache.get_seq_length()
         ids = h2o.next_turn(self.tokenizer, self.ids, message)
         self.ids = self.answer(self.cache, ids, 8)
-        if self.keep_last is not None:
-            spans = h2o.tool_spans(self.tokenizer, self.ids, self.keep_last)
-            self.cache.evict(spans, ids=self.ids)
-            self.ids = h2o.without_spans(self.ids, spans)
+        new = self.ids.shape[1] - self.turns.shape[1]
+        self.turns = torch.nn.functional.pad(self.turns, (0, new), value=int(self.turns.max()) + 1)
+        self.forget(results, turns)
         self.seconds += time.process_time() - start
         return ids.shape[1] - seen
+
+    def forget(self, results: int | None, turns: int | None) -> None:
+        """Remove old tool results and old turns from the cache and from `ids`."""
+        gone = torch.zeros_like(self.ids, dtype=torch.bool)
+        if results is not None:
+            for start, stop in h2o.tool_spans(self.tokenizer, self.ids, results):
+                gone[:, start:stop] = True
+        if turns is not None:
+            gone |= (self.turns > 0) & (self.turns <= self.turns.max() - turns)
+        self.cache.evict(gone[:, : self.cache.get_seq_length()], ids=self.ids)
+        self.ids, self.turns = self.ids[~gone][None], self.turns[~gone][None]
 
     def answer(self, cache: Any, ids: torch.Tensor, tokens: int) -> torch.Tensor:
         """The ids of the chat with up to so many more tokens."""
@@ -89,19 +106,21 @@ def main() -> None:
     parser.add_argument("--model", help="default: SmolLM2-135M-Instruct")
     parser.add_argument("--calls", type=int, default=60, help="tool calls (%(default)s)")
     parser.add_argument("--items", type=int, default=12, help="things per room (%(default)s)")
+    parser.add_argument("--results", type=int, default=3, help="results kept (%(default)s)")
+    parser.add_argument("--turns", type=int, default=12, help="turns kept (%(default)s)")
     options = parser.parse_args()
     model, tokenizer = h2o.load_model(options.model)
     inputs = tokenizer.apply_chat_template(
         [{"role": "user", "content": TASK}],
         add_generation_prompt=True, return_tensors="pt", return_dict=True,
     )  # fmt: skip
-    forgets, keeps = (Agent(model, tokenizer, inputs["input_ids"], x) for x in (3, None))
+    forgets, keeps = (Agent(model, tokenizer, inputs["input_ids"]) for _ in range(2))
     print("call  read  CPU s  (a) read  (a) CPU s  (b) CPU s      MB  (b) MB")
     for call in range(1, options.calls + 1):
         anew = Agent(model, tokenizer, forgets.ids)
         message = result(call, options.items)
         before = [agent.seconds for agent in (forgets, keeps)]
-        read, _ = forgets.turn(message), keeps.turn(message)
+        read, _ = forgets.turn(message, options.results, options.turns), keeps.turn(message)
         if call % 10 and call != options.calls:
             continue
         read_anew = anew.turn(message)

@@ -202,6 +202,57 @@ def test_a_chat_without_old_tool_results():
     assert torch.equal(h2o.without_spans(ids, spans), new)
 
 
+def turns(*contents):
+    """Text of a chat whose messages have these contents, and the header of the next answer."""
+    chat = [{"role": ("user", "assistant")[i % 2], "content": x} for i, x in enumerate(contents)]
+    return tokenizer_of(THOUGHTS).apply_chat_template(
+        chat, tokenize=False, add_generation_prompt=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("again", "gone"),
+    [
+        (("a", "b", "e", "f", "g"), ["c", "d"]),
+        (("e", "f", "g"), ["a", "b", "c", "d"]),
+        (("a", "f", "g"), ["b", "c", "d", "e"]),
+        (("a", "b", "c", "d", "e", "f", "g"), []),
+    ],
+)
+def test_a_chat_without_old_turns(again, gone):
+    """A program that renders only some of the earlier turns."""
+    tokenizer = tokenizer_of(THOUGHTS, "<think>", "</think>")
+    ids = ids_of(tokenizer, turns("a", "b", "c", "d", "e") + "f<|im_end|>\n")
+    new = ids_of(tokenizer, turns(*again))
+    spans = h2o.dropped_spans(tokenizer, ids, new)
+    assert len(spans) == bool(gone)
+    removed = "".join(texts(tokenizer, ids, spans))
+    assert [x for x in "abcdef" if f"\n{x}<" in removed] == gone
+    left = h2o.without_spans(ids[:, :-1], spans)
+    assert torch.equal(left, new[:, : left.shape[1]])
+
+
+def test_a_chat_without_old_turns_and_the_last_thought():
+    tokenizer = tokenizer_of(THOUGHTS, "<think>", "</think>")
+    thought = "<think>\n1\n</think>\n\n"
+    ids = ids_of(tokenizer, turns("a", "b", "c", "d", "e") + f"{thought}f<|im_end|>\n")
+    new = ids_of(tokenizer, turns("a", "b", "e", "f", "g"))
+    spans = h2o.dropped_spans(tokenizer, ids, new)
+    assert len(spans) == 2
+    assert texts(tokenizer, ids, spans)[1] == thought
+    left = h2o.without_spans(ids[:, :-1], spans)
+    assert torch.equal(left, new[:, : left.shape[1]])
+
+
+def test_a_turn_that_was_changed():
+    """Only whole turns may be missing, and one that stayed must follow them."""
+    tokenizer = tokenizer_of(THOUGHTS)
+    ids = ids_of(tokenizer, turns("a", "b", "c", "d", "e") + "f<|im_end|>\n")
+    for again in (("a", "b", "c", "x", "e"), ("x",), ("a", "b", "c", "d", "x"), ("a", "x", "e")):
+        with pytest.raises(ValueError, match="tool result or turn is there"):
+            h2o.dropped_spans(tokenizer, ids, ids_of(tokenizer, turns(*again)))
+
+
 @pytest.mark.parametrize(
     ("text", "again", "message"),
     [

@@ -50,8 +50,8 @@ def in_session(llm, turns, resets=()):
 
 
 def on_cache(model, turns, config):
-    """The same answers by an H2OCache. `turns`: ids, and spans that a turn forgets, in the text
-    with everything."""
+    """Answer the same turns with an H2OCache. `turns`: ids, and spans that a turn forgets, in the
+    text with everything."""
     model.set_attn_implementation("h2o")
     cache = H2OCache(model.config, config)
     text, gone, answers = torch.zeros(1, 0, dtype=torch.long), [], []

@@ -129,26 +129,29 @@ def round_like_slots(tokens: NewTokens, slots: ops.Slots) -> NewTokens:
     several = tokens.query.shape[2] > 1
     if slots.keys.dtype != torch.uint8 or (several and tokens.mask is None):
         return tokens
-    is_step = None
-    if several:
-        assert tokens.mask is not None
-        is_step = ((tokens.mask.sum(1) == 1) & (slots.seen_tokens > 0))[:, None, None, None]
+    rounded = as_stored(tokens, slots)
+    if not several:
+        return rounded
+    assert tokens.mask is not None
+    is_step = ((tokens.mask.sum(1) == 1) & (slots.seen_tokens > 0))[:, None, None, None]
+    key = torch.where(is_step, rounded.key, tokens.key)
+    if rounded.value is None or tokens.value is None:
+        return tokens._replace(key=key)
+    return tokens._replace(key=key, value=torch.where(is_step, rounded.value, tokens.value))
 
+
+def as_stored(tokens: NewTokens, slots: ops.Slots) -> NewTokens:
+    """Round tokens as slots whose offsets are set would store them."""
+    if slots.keys.dtype != torch.uint8:
+        return tokens
     offsets = slots.offsets
     if offsets is not None and slots.rows is not None:
         offsets = offsets[slots.rows.long()]
     sizes = [x.shape[-1] for x in (slots.keys, slots.values) if x is not None]
-    rounded = round_to_bytes(tokens.key, tokens.value, sizes, offsets)
-
-    def read_back(x: Tensor | None, rounded: Tensor | None) -> Tensor | None:
-        if x is None or rounded is None:
-            return x
-        rounded = rounded.to(x.dtype)
-        return rounded if is_step is None else torch.where(is_step, rounded, x)
-
-    new = (tokens.key, tokens.value)
-    key, value = (read_back(*both) for both in zip(new, rounded, strict=True))
-    return tokens._replace(key=key, value=value)
+    key, value = round_to_bytes(tokens.key, tokens.value, sizes, offsets)
+    if value is None or tokens.value is None:
+        return tokens._replace(key=key.to(tokens.key.dtype))
+    return tokens._replace(key=key.to(tokens.key.dtype), value=value.to(tokens.value.dtype))
 
 
 def as_operand(sink_logits: Tensor | None) -> Tensor | None:

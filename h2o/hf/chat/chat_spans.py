@@ -1,4 +1,4 @@
-"""Spans of a chat's token ids that may be forgotten: thoughts and tool results.
+"""Spans of a chat's token ids that may be forgotten: thoughts, tool results and old turns.
 
 `H2OCache.evict` removes spans from a cache. They are found in the ids themselves, since an answer
 that is decoded and tokenized again may have other tokens. A span has whole tokens only: one that
@@ -86,7 +86,7 @@ def tool_spans(tokenizer: Any, ids: Any, keep_last: int = 3, **template_kwargs: 
 
 
 def dropped_spans(tokenizer: Any, ids: Any, new_ids: Any, **template_kwargs: Any) -> Row:
-    """Find the thoughts and tool results that a newly rendered chat no longer has.
+    """Find the thoughts, tool results and turns that a newly rendered chat no longer has.
 
     ```python
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, ...)["input_ids"]
@@ -94,9 +94,11 @@ def dropped_spans(tokenizer: Any, ids: Any, new_ids: Any, **template_kwargs: Any
     out = model.generate(ids, cache=cache)  # reads only the new turn
     ```
 
-    The new ids must be the earlier ones without some thoughts and tool results, followed by new
-    tokens. The white space after a thought may stay. Nothing is guessed: any other difference is an
-    error, since the cache has read other text than the new ids have.
+    The new ids must be the earlier ones without some thoughts, tool results and turns, followed by
+    new tokens. The white space after a thought may stay. Turns are parts from one special token,
+    such as <|im_start|>, to another like it, with which a turn begins that stayed. Nothing is
+    guessed: any other difference is an error, since the cache has read other text than the new ids
+    have.
 
     Args:
         tokenizer: the tokenizer of the model.
@@ -117,6 +119,8 @@ def dropped_spans(tokenizer: Any, ids: Any, new_ids: Any, **template_kwargs: Any
     )
     texts, seen = _Texts.of(pieces(tokenizer, old)), len(old) - 1
     marked = {x.start: x for x in _droppable(tokenizer, texts, template_kwargs)}
+    special = {*tokenizer.all_special_ids}
+    begins: list[tuple[int, int]] = []  # where old and new have the same special token
     spans, i, j = [], 0, 0
     while i < seen:
         span = marked.get(i)
@@ -127,7 +131,12 @@ def dropped_spans(tokenizer: Any, ids: Any, new_ids: Any, **template_kwargs: Any
             spans.append((i, stop))
             i = stop
         elif new[j : j + 1] == old[i : i + 1]:
+            if old[i] in special:
+                begins.append((i, j))
             i, j = i + 1, j + 1
+        elif (turns := _dropped_turns(tokenizer, old[:seen], new, i, begins)) is not None:
+            start, i, j = turns
+            spans = [*(span for span in spans if span[0] < start), (start, i)]
         else:
             raise _differ(tokenizer, old, new, i, j)
     return spans
@@ -175,6 +184,27 @@ def _droppable(tokenizer: Any, texts: _Texts, template_kwargs: dict[str, Any]) -
             yield _Marked(start, min(bisect_left(texts.ends, marker) + 1, stop), stop)
 
 
+def _dropped_turns(
+    tokenizer: Any, old: list[int], new: list[int], differs: int, begins: list[tuple[int, int]]
+) -> tuple[int, int, int] | None:
+    """Turns before or at token `differs` of the old ids that the new ids lack.
+
+    Args:
+        begins: positions of special tokens in the old and the new ids, where turns may begin.
+
+    Returns:
+        Where the turns begin and end in the old ids, and where the new ids go on. None unless the
+        old ids then have a turn with text that the new ids go on with.
+    """
+    for start, j in reversed(begins):
+        stops = [i for i in range(differs, len(old)) if old[i] == old[start]]
+        for stop, following in zip(stops, [*stops[1:], len(old)], strict=True):
+            turn = old[stop:following]
+            if _agree(turn, new[j:]) and tokenizer.decode(turn, skip_special_tokens=True).strip():
+                return start, stop, j
+    return None
+
+
 def _agree(tokens: list[int], new: list[int]) -> bool:
     """Whether `new` begins with these tokens."""
     return new[: len(tokens)] == tokens
@@ -185,8 +215,8 @@ def _differ(tokenizer: Any, old: list[int], new: list[int], i: int, j: int) -> V
     wanted, *found = (repr(tokenizer.decode(x[:1])) for x in (old[i:], new[j:]) if x)
     what = f"has {found[0]}" if found else f"ends before it, with {len(new)} tokens"
     return ValueError(
-        f"token {i} of ids is {wanted}, where new_ids {what} (token {j}), and no thought or tool "
-        "result begins there that new_ids could lack. An answer that is decoded and tokenized "
+        f"token {i} of ids is {wanted}, where new_ids {what} (token {j}), and no thought, tool "
+        "result or turn is there that new_ids could lack. An answer that is decoded and tokenized "
         "again may have other tokens. To go on with the same tokens, append the turn to the ids: "
         "spans = h2o.thought_spans(tokenizer, ids); cache.evict(spans, ids=ids); new_ids = "
         "h2o.next_turn(tokenizer, h2o.without_spans(ids, spans), message). To remove other spans, "

@@ -25,8 +25,8 @@ from h2o.hf.attention.attention import ROWS, softmax_attention
 from h2o.hf.attention.attention_call import (
     AttentionCall,
     NewTokens,
+    as_stored,
     attention,
-    round_like_slots,
 )
 from h2o.hf.cache_state import slot_layout
 from h2o.hf.cache_state.slot_layout import Budgets
@@ -104,6 +104,7 @@ def simulate_tokenwise(
     columns = torch.arange(1, N + 1, device=device)
     seen = (early * columns).amax(1)
     record(seen)
+    stored = as_stored(text, slots)  # each later token attends after it was stored
     late = real & ~early
     counts = real.cumsum(1).tolist() if growth or removals else []
     most = [0] * B  # a text that has become shorter does not grow again up to that length
@@ -115,7 +116,8 @@ def simulate_tokenwise(
             slots = remaining.remove(slots, sizes, before, policy)
             record(seen.fill_(i))
         one = text.columns(i, i + 1)._replace(mask=late[:, i : i + 1])
-        answer, score = attention(round_like_slots(one, slots), slots, policy)
+        attends = stored.columns(i, i + 1)._replace(mask=one.mask)
+        answer, score = attention(attends, slots, policy)
         score = pins.score(score, positions[..., i : i + 1])
         note_held_scores()
         note(order[:, i : i + 1].masked_fill(~late[:, i : i + 1], N)[:, None], score)
