@@ -1,8 +1,10 @@
-"""The inputs of a forward pass, which transformers does not tell a cache.
+"""The inputs of a forward pass, which transformers does not tell a cache, and what surrounds the
+pass.
 
 Code of h2o that calls a model tells the cache the inputs (`ModelCall.of`). For all other calls the
 functions of this module read the local variables of transformers' own functions on the stack. Each
-says which ones, and what happens in a version that lacks them.
+says which ones, and what happens in a version that lacks them. Transforms of torch.func and torch's
+compiler surround a pass.
 """
 
 from __future__ import annotations
@@ -10,12 +12,14 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import traceback
 from collections.abc import Callable
 from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from h2o.compat import cache_in
 from h2o.model_identity import config_of
@@ -185,3 +189,33 @@ def _has_cache(here: dict[str, Any], cache: Any) -> bool:
     """Whether a call with these local variables passes on a cache."""
     passed = (here, here.get("model_kwargs"), here.get("kwargs"))
     return any(isinstance(x, dict) and cache_in(x) is cache for x in passed)
+
+
+def has_transforms() -> bool:
+    """Whether a transform of torch.func, forward-mode differentiation or torch.jit.trace is
+    active."""
+    is_forward = forward_ad._current_level >= 0
+    is_func = torch._C._functorch.peek_interpreter_stack() is not None
+    return is_forward or is_func or bool(torch.jit.is_tracing())
+
+
+def is_called_compiled() -> bool:
+    """Whether a compiled model or function called the caller. transformers then gives attention a
+    4-D mask, though the user gave none."""
+    if torch.compiler.is_compiling():
+        return True
+    callers = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(None))
+    return any(type(caller).__name__ == "OptimizeContext" for caller in callers)
+
+
+def is_transformed(*tensors: Tensor | None) -> bool:
+    """Whether a transform of torch.func wraps any of the tensors, or one has a tangent of
+    forward-mode differentiation, or torch.jit.trace records what is done to them."""
+    if torch.compiler.is_compiling() or not has_transforms():
+        return False
+    if torch.jit.is_tracing():
+        return True
+    with torch._C.DisableTorchFunctionSubclass():
+        given = [x for x in tensors if x is not None]
+        is_hidden = any(map(torch._C._functorch.is_functorch_wrapped_tensor, given))
+        return is_hidden or any(forward_ad.unpack_dual(x).tangent is not None for x in given)

@@ -1,47 +1,15 @@
-"""Everything that h2o uses from the internals of PEFT, accelerate, bitsandbytes, torch.ao,
-torch.compile and torch.func, which wrap models, layers and tensors. `h2o.compat` has the names of
-transformers and torch."""
+"""Everything that h2o uses from the internals of PEFT, accelerate, bitsandbytes, torch.ao and
+torch.compile, which wrap models, layers and tensors. `h2o.compat` has the names of transformers and
+torch."""
 
 from __future__ import annotations
 
 import functools
-import traceback
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
-
-
-def has_transforms() -> bool:
-    """Whether a transform of torch.func, forward-mode differentiation or torch.jit.trace is
-    active."""
-    is_forward = forward_ad._current_level >= 0
-    is_func = torch._C._functorch.peek_interpreter_stack() is not None
-    return is_forward or is_func or bool(torch.jit.is_tracing())
-
-
-def is_called_compiled() -> bool:
-    """Whether a compiled model or function called the caller. transformers then gives attention a
-    4-D mask, though the user gave none."""
-    if torch.compiler.is_compiling():
-        return True
-    callers = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(None))
-    return any(type(caller).__name__ == "OptimizeContext" for caller in callers)
-
-
-def is_transformed(*tensors: Tensor | None) -> bool:
-    """Whether a transform of torch.func wraps any of the tensors, or one has a tangent of
-    forward-mode differentiation, or torch.jit.trace records what is done to them."""
-    if torch.compiler.is_compiling() or not has_transforms():
-        return False
-    if torch.jit.is_tracing():
-        return True
-    with torch._C.DisableTorchFunctionSubclass():
-        given = [x for x in tensors if x is not None]
-        is_hidden = any(map(torch._C._functorch.is_functorch_wrapped_tensor, given))
-        return is_hidden or any(forward_ad.unpack_dual(x).tangent is not None for x in given)
 
 
 def inner_model(model: Any) -> Any:
@@ -131,28 +99,25 @@ def model_adapters(model: Any) -> tuple[str, ...]:
     return (active,) if isinstance(active, str) else tuple(active)
 
 
-def saved_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """A module's own parameters and persistent buffers."""
-    saved = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-    saved |= module.named_buffers(recurse=False, remove_duplicate=False)
-    for name in module._non_persistent_buffers_set:
-        saved.pop(name, None)
-    return saved
+def own_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A module's own tensors by name, saved ones and packed ones.
 
-
-def packed_tensors(module: nn.Module, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of a quantized module by name: those that are neither parameters nor buffers, and
-    those to read instead of a parameter whose format changes. `saved`: its `saved_tensors`.
+    Saved ones are parameters and persistent buffers. Packed ones are those of a quantized module
+    that are neither, and those to read instead of a parameter whose format changes.
 
     torch.ao's and bitsandbytes' modules are read with their accessors. A module is never asked for
     its state, because `_save_to_state_dict` of bitsandbytes changes the module.
     """
+    saved = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+    saved |= module.named_buffers(recurse=False, remove_duplicate=False)
+    for name in module._non_persistent_buffers_set:
+        saved.pop(name, None)
     if _is_from(type(module), "torch.ao.nn."):
-        return _torch_ao_tensors(module)
+        return saved, _torch_ao_tensors(module)
     weight = saved.get("weight")
     if weight is None or weight.is_meta or not _is_from(type(weight), "bitsandbytes."):
-        return {}
-    return _bitsandbytes_tensors(module, weight)
+        return saved, {}
+    return saved, _bitsandbytes_tensors(module, weight)
 
 
 def _torch_ao_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -50,7 +50,7 @@ from h2o.tensors import (
     default_scale,
     get_4d_sizes,
     needs_check,
-    new_tensor,
+    new_tensors,
 )
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def log_sums(
     check_memory(slots, query=query, keys=keys, mask=mask, sink_logits=sink_logits)
     scale, out, scores = _fill_in(query, keys, scale, None, float32=None)
     sizes = get_4d_sizes(query)
-    sums = None if sizes is None else new_tensor(query, sizes[:3], "float32")
+    (sums,) = (None,) if sizes is None else new_tensors(query, (sizes[:3], "float32", None))
     values = keys if slots is None or slots.values is not None else None
     backends.backend_for(query).attend(
         query, keys, values, mask, slots, out, scores, scale, softcap, PAPER, sink_logits, sums,
@@ -264,7 +264,7 @@ def step(
     sizes = get_4d_sizes(query) if out is None or scale is None else None
     if out is None and sizes is not None:
         B, H, Q, D = sizes
-        out = new_tensor(query, (B, Q, H, D))
+        (out,) = new_tensors(query, ((B, Q, H, D), None, None))
     if scale is None:
         scale = default_scale(query, sizes)
     table, ranks = (None, None) if rotary is None else rotary
@@ -346,13 +346,14 @@ def _quantized(
     arguments of `new_slots`."""
     B, G, Q, _ = sizes_of_keys(keys)
     slots = new_slots(keys, Q, shared=values is None, **kind)
-    real = new_tensor(keys, (B, Q), "bool", 1) if mask is None else mask
+    real = new_tensors(keys, ((B, Q), "bool", 1))[0] if mask is None else mask
     parts = [mask]
     if tuple(real.shape) == (B, Q) and tuple(prompt.shape) == (B,):  # or the core raises, below
         late = (real != 0).cumsum(1) > prompt[:, None]
         parts = [(real != 0) & ~late, (real != 0) & late]
+    (scores,) = new_tensors(keys, ((B, G, Q), "float32", 0))
     for part in parts:
-        evict(keys, values, new_tensor(keys, (B, G, Q), "float32", 0), slots, mask=part)
+        evict(keys, values, scores, slots, mask=part)
     return slots.keys, slots.values, slots.offsets
 
 
@@ -386,7 +387,10 @@ def _fill_in(
     if sizes is None or key_sizes is None:
         return scale, out, *by_key.values()
     (B, H, Q, D), G = sizes, key_sizes[1]
-    if out is None:
-        out = new_tensor(query, (B, Q, H, D))
-    made = [new_tensor(query, (B, G, Q), x) if y is None else y for x, y in by_key.items()]
-    return scale, out, *made
+    outputs = []
+    for dtype, output in {None: out, **by_key}.items():
+        if output is None:
+            shape = (B, G, Q) if dtype else (B, Q, H, D)
+            (output,) = new_tensors(query, (shape, dtype, None))
+        outputs.append(output)
+    return scale, *outputs

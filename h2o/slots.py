@@ -22,7 +22,7 @@ from h2o.arguments.plain_values import (
 )
 from h2o.budgets import UNLIMITED, check_tokens
 from h2o.kv_dtype import QUANTIZED, stored_bytes
-from h2o.tensors import get_4d_sizes, new_tensor
+from h2o.tensors import get_4d_sizes, new_tensors
 
 Tensor = Any  # any object that supports DLPack
 
@@ -113,9 +113,8 @@ PER_ROW = tuple(name for name, kind in KINDS.items() if kind.shape.startswith("Z
 """Fields with an entry for each row."""
 
 
-def empty_value(field: str) -> int:
-    """Value of a `PER_ROW` field, other than the budget, where no key is held."""
-    return -1 if field == "positions" else 0
+EMPTY = dict.fromkeys(PER_ROW, 0) | {"positions": -1}
+"""Values of the `PER_ROW` fields, other than the budget, where no key is held."""
 
 
 def empty_row(slots: Slots, row: int) -> None:
@@ -123,7 +122,7 @@ def empty_row(slots: Slots, row: int) -> None:
     for name, kind in KINDS.items():
         field = getattr(slots, name)
         if kind.written and field is not None and name not in ("keys", "values"):
-            field[row] = empty_value(name)
+            field[row] = EMPTY[name]
 
 
 def sizes_of_keys(keys: Tensor) -> tuple[int, int, int, int]:
@@ -202,30 +201,29 @@ def empty_slots(
 ) -> Slots:
     """`new_slots` for arguments that were checked when a cache was made. `budget`: `Slots.budget`;
     None: unlimited."""
-    B, G, _, D = sizes_of_keys(keys)
-    starts, budgets, shape = None, (B, 2), (B, G, capacity)
+    B, G, _, D = keys.shape
+    starts, budgets, slots = None, (B, 2), (B, G, capacity)
     if isinstance(capacity, list):
-        starts = new_tensor(keys, (G + 1,), "int32", 0)
-        budgets, shape = (B, G, 2), (B, sum(capacity))
+        (starts,) = new_tensors(keys, ((G + 1,), "int32", 0))
+        budgets, slots = (B, G, 2), (B, sum(capacity))
         for g, end in enumerate(itertools.accumulate(capacity), start=1):
             starts[g] = end
+    if budget is None:
+        (budget,) = new_tensors(keys, (budgets, "int32", UNLIMITED))
+        budget[..., 1] = 0
     row_bytes = stored_bytes(kv_dtype, D)
     dtype = None if row_bytes is None else "uint8"
     key_size, value_size = row_bytes or (D, D)
-    centered = offsets and row_bytes is not None and not shared
-    if budget is None:
-        budget = new_tensor(keys, budgets, "int32", UNLIMITED)
-        budget[..., 1] = 0
-    return Slots(
-        keys=new_tensor(keys, (*shape, key_size), dtype, 0),
-        values=None if shared else new_tensor(keys, (*shape, value_size), dtype, 0),
-        scores=new_tensor(keys, shape, "float32", 0),
-        positions=new_tensor(keys, shape, "int32", -1),
-        next_slot=new_tensor(keys, (B, G), "int32", 0),
-        seen_tokens=new_tensor(keys, (B,), "int64", 0),
-        budget=budget,
-        evicted_score=new_tensor(keys, (B, G), "float64", 0),
-        norms=new_tensor(keys, shape, "float32", 0) if value_weighted else None,
-        starts=starts,
-        offsets=new_tensor(keys, (B, G, D), "float16", 0) if centered else None,
-    )
+    shapes = {
+        "keys": (*slots, key_size), "scores": slots, "positions": slots, "next_slot": (B, G),
+        "seen_tokens": (B,), "evicted_score": (B, G),
+    }  # fmt: skip
+    if not shared:
+        shapes["values"] = (*slots, value_size)
+    if value_weighted:
+        shapes["norms"] = slots
+    if offsets and row_bytes is not None and not shared:
+        shapes["offsets"] = (B, G, D)
+    wanted = [(shape, KINDS[name].dtype or dtype, EMPTY[name]) for name, shape in shapes.items()]
+    made = dict(zip(shapes, new_tensors(keys, *wanted), strict=True))
+    return Slots(**{"values": None, "budget": budget, "starts": starts, **made})

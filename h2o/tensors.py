@@ -31,32 +31,38 @@ def default_scale(query: Tensor, sizes: tuple[int, int, int, int] | None) -> flo
 _NO_MEMORY = ("allocate memory", "out of memory", "size calculation overflowed")
 
 
-def new_tensor(
-    like: Tensor, shape: tuple[int, ...], dtype: str | None = None, fill: int | None = None
-) -> Tensor:
-    """A tensor with the library, the device and, unless given, the dtype of `like`. It is filled
-    with a number, or not initialized.
+def new_tensors(
+    like: Tensor, *wanted: tuple[tuple[int, ...], str | None, int | None]
+) -> list[Tensor]:
+    """Tensors with the library and the device of `like`.
 
-    On mps, which has no float64, it is float32 instead.
+    Each of `wanted` is a shape, a dtype (None: that of `like`) and a number that fills the tensor
+    (None: it is not initialized). On mps, which has no float64, float32 takes its place.
     """
-    if isinstance(like, np.ndarray):
-        kind = dtype or like.dtype
-        return np.empty(shape, kind) if fill is None else np.full(shape, fill, kind)
-    if not hasattr(like, "new_empty"):
-        raise TypeError(
-            "outputs can be made for torch tensors and NumPy arrays, not for "
-            f"{type(like).__name__}: pass the output tensors yourself"
-        )
-    try:
-        if dtype == "float64" and like.device.type == "mps":
-            dtype = "float32"
-        kind = {} if dtype is None else {"dtype": getattr(sys.modules["torch"], dtype)}
-        tensor = like.new_empty(shape, **kind)
-        return tensor if fill is None else tensor.fill_(fill)
-    except RuntimeError as error:  # torch has no exception class for this
-        if not any(words in str(error) for words in _NO_MEMORY):
-            raise
-        raise MemoryError(f"no memory for an output of shape {list(shape)}") from error
+    made = []
+    for shape, dtype, fill in wanted:
+        if isinstance(like, np.ndarray):
+            kind = dtype or like.dtype
+            made.append(np.empty(shape, kind) if fill is None else np.full(shape, fill, kind))
+            continue
+        if not hasattr(like, "new_empty"):
+            raise TypeError(
+                "outputs can be made for torch tensors and NumPy arrays, not for "
+                f"{type(like).__name__}: pass the output tensors yourself"
+            )
+        try:
+            if dtype == "float64" and like.device.type == "mps":
+                dtype = "float32"
+            kind = {} if dtype is None else {"dtype": getattr(sys.modules["torch"], dtype)}
+            if fill is None:
+                made.append(like.new_empty(shape, **kind))
+            else:
+                made.append(like.new_full(shape, fill, **kind))
+        except RuntimeError as error:  # torch has no exception class for this
+            if not any(words in str(error) for words in _NO_MEMORY):
+                raise
+            raise MemoryError(f"no memory for an output of shape {list(shape)}") from error
+    return made
 
 
 def needs_check(leader: Tensor) -> bool:

@@ -32,12 +32,12 @@ class Weight(NamedTuple):
 def weights_of(model: Any) -> Iterator[Weight]:
     """Yield the weights of a model, sorted by name. Weights that accelerate keeps on disk are read
     one at a time."""
-    from h2o.compat_wrappers import innermost_model, prompt_encoders, saved_tensors
+    from h2o.compat_wrappers import innermost_model, own_tensors, prompt_encoders
 
     places: dict[str, _Place] = {}
     for number, tokens in enumerate(prompt_encoders(model)):
         for name, module in tokens.named_modules():
-            for own in saved_tensors(module):
+            for own in own_tensors(module)[0]:
                 places[_join(_segment(number), name, own)] = module, own, 1.0, False
     return _read(places | _places_in(innermost_model(model)))
 
@@ -54,14 +54,13 @@ _Place = tuple[Any, str, float, bool]
 
 def _places_in(model: Any) -> dict[str, _Place]:
     """The places of the weights of all modules by their names without adapters."""
-    from h2o.compat_wrappers import adapter_layers, packed_tensors, saved_tensors
+    from h2o.compat_wrappers import adapter_layers, own_tensors
 
     places: dict[str, _Place] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
     adapted = adapter_layers(modules)
     for name, module in modules.items():
-        saved = saved_tensors(module)
-        packed = packed_tensors(module, saved)
+        saved, packed = own_tensors(module)
         for own in {**saved, **packed}:
             at_work: tuple[str, float] | None = f"{name}.{own}" if name else own, 1.0
             if adapted:
@@ -72,9 +71,20 @@ def _places_in(model: Any) -> dict[str, _Place]:
 
 
 def _read(places: Mapping[str, _Place]) -> Iterator[Weight]:
+    """Yield the weights in these places, sorted by name. A packed tensor is dequantized. If
+    accelerate offloads a weight, its value is the one that it has during a pass."""
+    import torch
+
+    from h2o.compat_wrappers import accelerate_hooks, own_tensors
+
     for name, (module, own, scale, is_packed) in sorted(places.items()):
-        tensor = _load(module, own, is_packed=is_packed)
-        yield Weight(name, tensor, hasattr(tensor, "full_tensor"), scale)
+        value: Any = own_tensors(module)[1][own] if is_packed else getattr(module, own)
+        value = value.dequantize() if value.is_quantized else value.detach()
+        for one in accelerate_hooks(module) if value.is_meta else ():
+            if (weights := getattr(one, "weights_map", None)) is not None:
+                value = torch.as_tensor(weights[own], device="cpu")
+                break
+        yield Weight(name, value, hasattr(value, "full_tensor"), scale)
 
 
 def is_of_adapter(name: str) -> bool:
@@ -130,22 +140,3 @@ def _name_and_scale(name: str, adapted: Mapping[str, Any]) -> tuple[str, float] 
             kept[parts.index(adapter, index + 1)] = _segment(at_work.index(adapter))
             scale *= adapter_scale(layer, adapter)
     return _join(*kept), scale
-
-
-def _load(module: Any, name: str, *, is_packed: bool) -> Any:
-    """A parameter or buffer, or, if accelerate offloads it, the value that it has during a pass. A
-    packed tensor is dequantized."""
-    import torch
-
-    from h2o.compat_wrappers import accelerate_hooks, packed_tensors, saved_tensors
-
-    if is_packed:
-        value: Any = packed_tensors(module, saved_tensors(module))[name]
-    else:
-        value = getattr(module, name)
-    value = value.dequantize() if value.is_quantized else value.detach()
-    for one in accelerate_hooks(module) if value.is_meta else ():
-        weights = getattr(one, "weights_map", None)
-        if weights is not None:
-            return torch.as_tensor(weights[name], device="cpu")
-    return value

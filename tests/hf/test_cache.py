@@ -13,6 +13,7 @@ import torch
 from h2o import H2OConfig, ops
 from h2o.config import UNLIMITED
 from h2o.hf.attention.attention_call import AttentionCall
+from h2o.hf.layers.plain_variant import PlainVariant
 from tests.cases import checkered
 from tests.hf.drive import Attention, feed, forward, new_cache, tensors
 from tests.inputs import (
@@ -360,15 +361,15 @@ def test_ctrl_c_in_a_forward_is_noticed(columns, monkeypatch):
     text = drifting(10, B=2, N=40)
     cache = new_cache(heavy=4, recent=4)
     feed(cache, text.cut(0, 22), [20, 1, 1])
-    name = "step" if columns == 1 else "evict"
-    operation = getattr(ops, name)
+    place, name = (PlainVariant, "step") if columns == 1 else (ops, "evict")
+    operation = getattr(place, name)
 
     def interrupted(*args, **kwargs):
         operation(*args, **kwargs)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(ops, name, interrupted)
+        patch.setattr(place, name, interrupted)
         with pytest.raises(KeyboardInterrupt):
             forward(cache, text.cut(22, 22 + columns))
     with pytest.raises(RuntimeError, match=r"interrupted, call cache\.reset"):

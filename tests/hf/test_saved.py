@@ -427,7 +427,7 @@ def test_states_are_whole():
     ours = model("llama")
     (ids,) = prompts(40)
     anew = {"capacity", "keys", "values", "is_initialized", "batch_size", "num_heads", "guard"}
-    anew |= {"_ranks", "facts", "centers_keys"}
+    anew |= {"_ranks", "facts"}
     for positions in ("original", "cache_relative"):
         config = H2OConfig(**SMALL, positions=positions)
         cache = H2OCache(ours.config, config, trace=True)

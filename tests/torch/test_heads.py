@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from h2o import backends, ops
-from h2o.slots import PER_SLOT, empty_value
+from h2o.slots import EMPTY, PER_SLOT
 from tests import inputs
 from tests.cases import checkered, pairs
 from tests.conversation import (
@@ -119,7 +119,7 @@ def on_one_axis(slots: ops.Slots, gap: int = 3) -> ops.Slots:
             rubbish = torch.nan if name in ("keys", "values") and x.is_floating_point() else 7
             new = torch.full(shape, rubbish, dtype=x.dtype)
             for row, (first, last) in zip(new, starts[:, [0, -1]].tolist(), strict=True):
-                row[first:last] = empty_value(name)
+                row[first:last] = EMPTY[name]
             fields[name] = new
     return slots._replace(**fields, starts=starts)
 

@@ -22,7 +22,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.modeling_utils import PreTrainedModel
 
 from h2o import compat
-from h2o.compat_wrappers import is_transformed
+from h2o.compat_calls import is_transformed
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import AttentionCall
 from h2o.hf.model_traits.layer_kinds import CROSS_ATTENTION

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from h2o import compat, compat_wrappers
+from h2o import compat, compat_calls
 from h2o.errors import UnsupportedError
 from h2o.hf.attention import attention
 from h2o.hf.attention.attention_call import AttentionCall, as_autocast, as_operand
@@ -67,7 +67,7 @@ def replace_attention(
         error = attention.find_unsupported(module, kwargs, attention_mask, window, causal)
         if error is not None:
             has_4d_mask = attention_mask is not None and attention_mask.ndim > 2
-            if has_4d_mask and compat_wrappers.is_called_compiled():
+            if has_4d_mask and compat_calls.is_called_compiled():
                 raise UnsupportedError(_COMPILED)
             raise error
         call = AttentionCall(

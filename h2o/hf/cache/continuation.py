@@ -25,7 +25,7 @@ from h2o.hf.attention.attention import mask_length_error
 from h2o.hf.conversation.forward_pass import ForwardPass
 from h2o.hf.conversation.pass_guard import WITHOUT_CACHE, PassGuard
 from h2o.hf.conversation.seen_text import SeenText
-from h2o.hf.conversation.state import CacheState, NewColumns, after, broadcast
+from h2o.hf.conversation.state import CacheState, NewColumns, broadcast
 from h2o.hf.prompt.prompt_budget import check_late_rows, grow_budgets
 from h2o.model_identity import difference, rotary_difference
 
@@ -45,7 +45,7 @@ def plan_pass(cache: Any, new: int) -> ForwardPass:
     before = guard.state
     seen = before.columns
     if guard.has_independent_rows:
-        return ForwardPass(before, after(before, new, before.rows), new)
+        return ForwardPass(before, NewColumns(new).advance(before, None, is_step=True), new)
     if guard.drops_cache_after is not None:
         guard.check_angles(seen, new)
     text = guard.told
@@ -212,7 +212,8 @@ def _check_continuation(
     tokens, guard = tokens_seen(cache, seen, mask), cache.guard
     ends: list[int | None] = []
     if tokens is not None:
-        ends = guard.state.next_positions(tokens)
+        rows = broadcast(tokens, guard.state.rows)
+        ends = [None if row.offset is None else n + row.offset for n, row in rows]
         if mask is not None and mask.shape == (len(tokens), seen + new):
             _check_counts(mask[:, :seen].bool().sum(1).tolist(), tokens, seen)
         elif mask is None:
@@ -267,7 +268,7 @@ def _check_positions(
 
     Args:
         tokens, ends: number of tokens in each row, or in all, before the pass, and the position of
-            the row's next token (`CacheState.next_positions`).
+            the row's next token; None: unknown.
         is_relative: positions are relative to the cache, so that numbering may have gaps.
     """
     assert text.positions is not None

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from h2o import ops
 from h2o.quantization import dequantize, from_stored
-from h2o.slots import PER_ROW, PER_SLOT, empty_slots, empty_value
+from h2o.slots import EMPTY, PER_ROW, PER_SLOT, empty_slots
 
 Budgets = list[list[tuple[int, int]]]
 """(heavy, recent) by row and head. A row has one pair per head, or a single pair for all heads."""
@@ -199,7 +199,7 @@ def renumber(slots: ops.Slots, sizes: list[int], left: list[int], positions: Ten
             index, empty = order[:, g, :n].clamp(max=part.shape[1] - 1), is_empty[:, g, :n]
             index, empty = (x.view(*x.shape, *[1] * (part.ndim - 2)) for x in (index, empty))
             chosen = part.gather(1, index.expand(-1, -1, *part.shape[2:]))
-            new[:, :n] = chosen.masked_fill(empty, empty_value(name))
+            new[:, :n] = chosen.masked_fill(empty, EMPTY[name])
     return renumbered._replace(next_slot=(positions >= 0).sum(-1, dtype=torch.int32))
 
 
@@ -214,7 +214,7 @@ def _empty_like(slots: ops.Slots, sizes: list[int]) -> ops.Slots:
     for name in PER_SLOT:
         if (old := getattr(slots, name)) is not None:
             with_rest = (*shape, *old.shape[slots.scores.ndim :])
-            fields[name] = old.new_full(with_rest, empty_value(name))
+            fields[name] = old.new_full(with_rest, EMPTY[name])
     return slots._replace(**fields, starts=starts)
 
 

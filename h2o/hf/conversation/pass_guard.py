@@ -20,8 +20,7 @@ from torch import Tensor
 
 from h2o.budgets import check_prompt_length
 from h2o.compat import calls_a_module
-from h2o.compat_calls import ModelCall
-from h2o.compat_wrappers import has_transforms
+from h2o.compat_calls import ModelCall, has_transforms
 from h2o.config.layer_plan import LayerPlan
 from h2o.hf.cache_state.slot_layout import writable
 from h2o.hf.conversation.forward_pass import (
@@ -34,7 +33,6 @@ from h2o.hf.conversation.state import (
     CacheState,
     NewColumns,
     RowState,
-    after,
     change_list,
     put_rope_deltas,
 )
@@ -274,7 +272,8 @@ class PassGuard:
             if planned is not None and planned.after.columns == counted:
                 self.state = planned.after
             else:
-                self.state = after(self.state, counted - self.state.columns, self.state.rows)
+                uncounted = NewColumns(counted - self.state.columns)
+                self.state = uncounted.advance(self.state, None, is_step=True)
             self.planned = None
 
     @contextmanager

@@ -19,7 +19,7 @@ from torch import Tensor
 from h2o import compat_calls
 from h2o.budgets import UNLIMITED, count_text, next_growth
 from h2o.hf.conversation.pins import NOTHING_PINNED, PinnedRows
-from h2o.hf.conversation.seen_text import NO_TEXT, UNKNOWN_TEXT, SeenText
+from h2o.hf.conversation.seen_text import NO_TEXT, SeenText
 from h2o.hf.model_traits.wrappers import input_device
 from h2o.hf.modes import COUNTS_PADDING, Mode
 from h2o.spans import Row
@@ -96,12 +96,6 @@ class CacheState(NamedTuple):
         """The pinned positions of each row, once the prompt is known."""
         rows = tuple(row.pinned for row in self.rows if row.pinned is not None)
         return PinnedRows(rows) if rows else NOTHING_PINNED
-
-    def next_positions(self, tokens: Sequence[int]) -> list[int | None]:
-        """The position of the next token of each row, or of the single state of all rows, after
-        `tokens` tokens in each row, or a single number for all. None: unknown."""
-        each = broadcast(tokens, self.rows)
-        return [None if row.offset is None else n + row.offset for n, row in each]
 
     def grown(self, tokens: Sequence[int], new: Sequence[int]) -> CacheState:
         """This state, with budgets for rows of `tokens` tokens now and `new` more.
@@ -180,7 +174,7 @@ class NewColumns(NamedTuple):
             tokens: number of tokens in each row before them, or a single one for all rows. None if
                 unknown.
             records: whether the state after them gets their record, so that they can be taken back.
-            is_step: whether each row gets a token at its next position. This changes no offset.
+            is_step: whether the rows get tokens at their next positions. This changes no offset.
         """
         if is_step:
             rows = before.rows
@@ -193,11 +187,14 @@ class NewColumns(NamedTuple):
         else:
             rows = self._advance_rows(before, tokens)
         rows = with_padding(rows, self.whole_mask) if self.whole_mask is not None else rows
-        then = after(before, self.Q, rows, before.text.add(self.ids, self.mask))
-        if not records:
-            return then
-        start = before._replace(last_pass=None)  # else each record would hold all earlier ones
-        return then._replace(last_pass=LastPass(start, tokens, self.cut(self.Q)))
+        last = None
+        if records:
+            start = before._replace(last_pass=None)  # else each record would hold all earlier ones
+            last = LastPass(start, tokens, self.cut(self.Q))
+        return before._replace(
+            columns=before.columns + self.Q, longest=before.longest + self.Q, rows=rows,
+            text=before.text.add(self.ids, self.mask), last_pass=last,
+        )  # fmt: skip
 
     def _advance_rows(self, before: CacheState, tokens: Sequence[int]) -> tuple[RowState, ...]:
         seen = before.columns
@@ -224,16 +221,6 @@ class NewColumns(NamedTuple):
 def grows_at(rows: Iterable[RowState]) -> int:
     """Number of columns at which the budget of one of these rows grows next."""
     return min(next_growth(row.counted) + row.padding for row in rows)
-
-
-def after(
-    before: CacheState, Q: int, rows: tuple[RowState, ...], text: SeenText = UNKNOWN_TEXT
-) -> CacheState:
-    """The state after Q more columns, with these rows and this text."""
-    return CacheState(
-        before.columns + Q, before.longest + Q, before.prompt_columns, before.unscored,
-        before.waits_for_pins, before.grows_at, rows, text,
-    )  # fmt: skip
 
 
 class LastPass(NamedTuple):

@@ -32,22 +32,23 @@ class CacheRelativeVariant(PlainVariant):
         self.rotary = rotary
         self._ranks: Tensor | None = None  # [B, G, S] int32; None: not computed yet
 
-    def tokens(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
-    ) -> NewTokens:
+    def convert(self, layer: Any, tokens: NewTokens, call: AttentionCall) -> NewTokens:
         """The new tokens, with queries and keys as they were before the model rotated them."""
         if call.position_ids is None:
             raise UnsupportedError(
                 'positions="cache_relative" needs a model that passes position_ids to its '
                 'attention, and this one does not. Use H2OConfig(positions="original")'
             )
+        query, key = self.rotary.halves(tokens.query), self.rotary.halves(tokens.key)
         inverse_angles = self.rotary.inverse_angles(call.position_ids, query.dtype, layer.layer_idx)
-        query, key = self.rotary.halves(query), self.rotary.halves(key)
         if inverse_angles is not None:
             query, key = rotate(query, inverse_angles), rotate(key, inverse_angles)
-        tokens = super().tokens(layer, query, key, value, call)
-        self.centers_keys &= not key.is_cuda  # kernels would rotate keys without their offsets
-        return tokens
+        return tokens._replace(query=query, key=key)
+
+    def centers_keys(self, tokens: NewTokens) -> bool:
+        """Whether a prompt's quantized keys are stored with offsets. Kernels for GPUs would rotate
+        keys without their offsets."""
+        return not tokens.key.is_cuda and super().centers_keys(tokens)
 
     def attention(
         self, layer: Any, tokens: NewTokens, slots: ops.Slots | None
@@ -62,13 +63,14 @@ class CacheRelativeVariant(PlainVariant):
             rotary=self.rotary, most=most, policy=layer.policy, **tokens.options,
         )  # fmt: skip
 
-    def step(self, layer: Any, tokens: NewTokens, slots: ops.Slots, **rotary: Any) -> Tensor:
+    def step(
+        self, layer: Any, tokens: NewTokens, slots: ops.Slots, rotary: ops.Rotary | None = None
+    ) -> Tensor:
         if self._ranks is None:
             self._ranks = ranks(slots, layer.capacity.sizes)
         longest = min(layer.guard.state.longest, max(layer.capacity.widest)) + 1
         table = self.rotary.table(longest, slots.keys.device)
-        by_rank = ops.Rotary(table, self._ranks)
-        return super().step(layer, tokens, slots, rotary=by_rank)
+        return super().step(layer, tokens, slots, ops.Rotary(table, self._ranks))
 
     def slots_changed(self, layer: Any) -> None:
         self._ranks = None

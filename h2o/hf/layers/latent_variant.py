@@ -53,12 +53,11 @@ class LatentVariant(PlainVariant):
         self._rows = rows
         return TaggedTensor.of(keys, h2o_layer=layer), rows, None
 
-    def tokens(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
-    ) -> NewTokens:
-        """The new rows, and queries in the latent space. `key` and `value` are expanded.
+    def convert(self, layer: Any, tokens: NewTokens, call: AttentionCall) -> NewTokens:
+        """The new rows, and queries in the latent space, of tokens with expanded keys and values.
 
         The queries of a prompt stay as they are, unless passes are recorded."""
+        query, key, value = tokens.query, tokens.key, tokens.value
         self._mesh = tensor_parallel.mesh_of(call.module)
         if self._mesh is not None and layer.config.kv_dtype is not None:
             raise UnsupportedError(
@@ -71,7 +70,7 @@ class LatentVariant(PlainVariant):
                 "H2OCache does not support repeated forward passes: switch gradient checkpointing "
                 "off"
             )
-        scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
+        scale = query.shape[-1] ** -0.5 if tokens.scale is None else tokens.scale
         rows = self._rows.to(query.dtype)
         is_prompt = layer.slots is None
         # A cache from a file or a DynamicCache has slots before its first pass.
@@ -82,8 +81,7 @@ class LatentVariant(PlainVariant):
             self._expanded = query, plain(key), plain(value)
         if not is_prompt or layer.record_past:  # `crop` may repeat the prompt, over its rows
             query = expansion.queries(query)
-        tokens = super().tokens(layer, query, rows, rows, call)
-        return tokens._replace(value=None, scale=scale)
+        return tokens._replace(query=query, key=rows, value=None, scale=scale)
 
     def attention(
         self, layer: Any, tokens: NewTokens, slots: ops.Slots | None
@@ -103,13 +101,15 @@ class LatentVariant(PlainVariant):
                 tensor_parallel.reduce_over_heads(x, self._mesh, layer.policy.scores_largest)
         return out, scores
 
-    def step(self, layer: Any, tokens: NewTokens, slots: ops.Slots, **rotary: Any) -> Tensor:
+    def step(
+        self, layer: Any, tokens: NewTokens, slots: ops.Slots, rotary: ops.Rotary | None = None
+    ) -> Tensor:
         """Store one token and return its output [B, 1, H, V]."""
-        # A quantized row must be attended to as it is stored, which only `ops.step` does.
+        # A quantized row must be attended to as it is stored, which only a step does.
         many = tokens.query.shape[1] >= MANY and layer.config.kv_dtype is None
         if many or self._mesh is not None:
             return layer.attend_and_evict(tokens, slots)
-        return self._expand_output(super().step(layer, tokens, slots, **rotary))
+        return self._expand_output(super().step(layer, tokens, slots, rotary))
 
     def _expand_output(self, out: Tensor) -> Tensor:
         """Convert output over rows to output over values, except when `crop` repeats a pass."""

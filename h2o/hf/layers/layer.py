@@ -24,6 +24,7 @@ from h2o.hf.attention.attention_call import (
     AttentionCall,
     NewTokens,
     as_autocast,
+    as_operand,
     evict_after,
     round_like_slots,
 )
@@ -135,7 +136,10 @@ class H2OLayer(BaseLayer):
             if not query.dtype == key.dtype == value.dtype:
                 query, key, value = as_autocast(query, key, value)
             dtype = query.dtype
-            tokens = self.variant.tokens(self, query, key, value, call)
+            sinks = call.sink_logits if call.sink_logits is None else as_operand(call.sink_logits)
+            tokens = NewTokens(query, key, value, call.mask, call.scale, call.softcap, sinks)
+            if self.variant.convert is not None:
+                tokens = self.variant.convert(self, tokens, call)
             if is_prompt:
                 if tensor_parallel.is_distributed():
                     self.facts = self.facts._replace(part=tensor_parallel.part(call.module))
@@ -207,7 +211,10 @@ class H2OLayer(BaseLayer):
                 scores = torch.cat([unscored.scores, scores], dim=2)
             if rows.pinned.rows:
                 scores = rows.pinned.score(scores, positions_in(mask, scores)[0])
-            prompt = Prompt(keys, values, mask, scores, echo, rows.counts, Q, tokens.mask, budget)
+            centers = self.config.kv_dtype is not None and self.variant.centers_keys(tokens)
+            prompt = Prompt(
+                keys, values, mask, scores, echo, rows.counts, Q, tokens.mask, budget, centers
+            )
             if the_pass.pool is None or echo is None:
                 self.store(prompt, budget.by_row)
             else:
@@ -239,7 +246,7 @@ class H2OLayer(BaseLayer):
         slots = slot_layout.create_slots(
             prompt.keys, capacity.sizes, by_row, value_weighted=self.config.value_weighted,
             kv_dtype=self.config.kv_dtype, shared=not self.variant.has_values,
-            offsets=self.variant.centers_keys,
+            offsets=prompt.centers_keys,
         )  # fmt: skip
         ops.evict(
             prompt.keys, prompt.values, prompt.scores, slots, mask=prompt.mask, policy=self.policy

@@ -39,9 +39,7 @@ class EagerRunner:
     slots_changed: Callable[[Any], None] | None = None
     """Called with the layer after its slots were replaced; None: there is nothing to do"""
 
-    def capacities(self, widest: list[int], tokens: int) -> list[int]:
-        """Number of slots per head (or for all heads) for these budgets and rows of `tokens`."""
-        return slot_layout.capacities(widest, tokens)
+    capacities = staticmethod(slot_layout.capacities)
 
 
 class CapturedRunner(EagerRunner):
@@ -73,7 +71,8 @@ class CapturedRunner(EagerRunner):
             guard.count_captured(Q)
         return out
 
-    def capacities(self, widest: list[int], tokens: int) -> list[int]:
+    @staticmethod
+    def capacities(widest: list[int], tokens: int) -> list[int]:
         """Number of slots for the whole budget."""
         if max(widest) >= UNLIMITED:
             raise ValueError(
@@ -81,7 +80,7 @@ class CapturedRunner(EagerRunner):
                 "unlimited. Set heavy and recent to numbers of tokens that together cover the "
                 "longest text"
             )
-        return super().capacities(widest, max(widest))
+        return slot_layout.capacities(widest, max(widest))
 
     def slots_changed(self, layer: Any) -> None:
         """Mark the addresses of the tensors as static, for CUDA graphs."""

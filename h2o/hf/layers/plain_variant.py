@@ -15,10 +15,11 @@ from typing import Any
 
 from torch import Tensor
 
-from h2o import ops
+from h2o import backends, ops
 from h2o.errors import UnsupportedError
-from h2o.hf.attention.attention_call import AttentionCall, NewTokens, as_operand, attention
+from h2o.hf.attention.attention_call import AttentionCall, NewTokens, attention
 from h2o.slots import should_center
+from h2o.tensors import default_scale
 
 
 class PlainVariant:
@@ -32,8 +33,8 @@ class PlainVariant:
     """Discards the state of one attention call, if there is any"""
     slots_changed: Callable[[Any], None] | None = None
     """Called with the layer after its slots were replaced; None: there is nothing to do"""
-    centers_keys = True
-    """Whether slots get offsets if keys are quantized. Known once the layer has tokens"""
+    convert: Callable[[Any, NewTokens, AttentionCall], NewTokens] | None = None
+    """Converts the layer's new tokens to what it stores; None: it stores them as they are"""
 
     # ---- In a forward pass, in this order ----------------------------------------------------
 
@@ -60,34 +61,33 @@ class PlainVariant:
         view.h2o_layer = layer
         return view, keys, values
 
-    def tokens(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
-    ) -> NewTokens:
-        """Convert the new tokens to what the layer stores.
-
-        Raises:
-            UnsupportedError: the layer does not support the call.
-        """
-        is_first = layer.slots is None or layer.guard.state.unscored
-        if is_first and layer.config.kv_dtype is not None:
-            self.centers_keys = should_center(key, call.softcap, call.sink_logits)
-        sinks = call.sink_logits if call.sink_logits is None else as_operand(call.sink_logits)
-        return NewTokens(query, key, value, call.mask, call.scale, call.softcap, sinks)
-
     def attention(
         self, layer: Any, tokens: NewTokens, slots: ops.Slots | None
     ) -> tuple[Tensor, Tensor]:
         """Output [B, Q, H, D], and the attention [B, G, Q] that the new keys received."""
         return attention(tokens, slots, layer.policy)
 
-    def step(self, layer: Any, tokens: NewTokens, slots: ops.Slots, **rotary: Any) -> Tensor:
-        """Store one token and return its output [B, 1, H, D]."""
+    def centers_keys(self, tokens: NewTokens) -> bool:
+        """Whether a prompt's quantized keys are stored with offsets."""
+        return should_center(tokens.key, tokens.softcap, tokens.sink_logits)
+
+    def step(
+        self, layer: Any, tokens: NewTokens, slots: ops.Slots, rotary: ops.Rotary | None = None
+    ) -> Tensor:
+        """Store one token and return its output [B, 1, H, D].
+
+        Not by `ops.step`, which asks in every layer whether torch records gradients. The layer has
+        asked, and these tensors are outside of autograd's graph."""
         query, key, value, mask, scale, softcap, sinks = tokens
         B, H, Q, D = query.shape
-        return ops.step(
-            query, key, value, slots, mask=mask, scale=scale, softcap=softcap, sink_logits=sinks,
-            out=query.new_empty(B, Q, H, D), policy=layer.policy, **rotary,
-        )  # fmt: skip
+        out = query.new_empty(B, Q, H, D)
+        if scale is None:
+            scale = default_scale(query, (B, H, Q, D))
+        table, ranks = rotary or (None, None)
+        backends.backend_if_open(query).step(
+            query, key, value, mask, slots, out, scale, softcap, layer.policy, table, ranks, sinks
+        )
+        return out
 
     # ---- Between passes ----------------------------------------------------------------------
 

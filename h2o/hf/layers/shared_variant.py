@@ -73,12 +73,10 @@ class SharedVariant(PlainVariant):
         view = TaggedTensor.of(view, h2o_layer=layer) if type(view) is Tensor else view
         return view, *rows
 
-    def tokens(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
-    ) -> NewTokens:
+    def convert(self, layer: Any, tokens: NewTokens, call: AttentionCall) -> NewTokens:
         if tensor_parallel.part(call.module) != tensor_parallel.WHOLE:
             check_modes({Mode.TENSOR_PARALLEL, Mode.SHARED_KEYS})
-        return super().tokens(layer, query, plain(key), value, call)
+        return tokens._replace(key=plain(tokens.key))
 
     def attention(
         self, layer: Any, tokens: NewTokens, slots: ops.Slots | None
@@ -88,10 +86,12 @@ class SharedVariant(PlainVariant):
         self.attended = _Attended(tokens, before, in_step=False)
         return super().attention(layer, tokens, slots)
 
-    def step(self, layer: Any, tokens: NewTokens, slots: ops.Slots, **rotary: Any) -> Tensor:
+    def step(
+        self, layer: Any, tokens: NewTokens, slots: ops.Slots, rotary: ops.Rotary | None = None
+    ) -> Tensor:
         before = _copy(slots, rows=False)
         self.attended = _Attended(tokens, before, in_step=True)
-        return super().step(layer, tokens, slots, **rotary)
+        return super().step(layer, tokens, slots, rotary)
 
     def attend_later(self, layer: Any, call: AttentionCall) -> Tensor:
         """Output [B, P, H, D] of a later layer. Neither keys nor scores change."""

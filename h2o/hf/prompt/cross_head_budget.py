@@ -58,6 +58,8 @@ class Prompt(NamedTuple):
     """[B, columns] bool, False at padding"""
     budget: PromptBudget
     """Budgets of the layer's heads before it gets slots from the pool"""
+    centers_keys: bool = True
+    """Whether slots get offsets if keys are quantized"""
 
 
 ROOM = 1.125
