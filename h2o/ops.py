@@ -260,7 +260,7 @@ def step(
     if fields:
         policy = resolve_policy(policy, fields, step)
     backend = backends.backend_if_open(query)
-    # Not `_fill_in`: this runs in every layer for every new token, often with both given.
+    # Not `_fill_in`: compiled steps run this in every layer for every new token, with both given.
     sizes = get_4d_sizes(query) if out is None or scale is None else None
     if out is None and sizes is not None:
         B, H, Q, D = sizes

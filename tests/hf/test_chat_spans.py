@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tokenizers import AddedToken
 
 import h2o
 from h2o.compat import with_cache
@@ -247,10 +248,38 @@ def test_a_chat_without_old_turns_and_the_last_thought():
 def test_a_turn_that_was_changed():
     """Only whole turns may be missing, and one that stayed must follow them."""
     tokenizer = tokenizer_of(THOUGHTS)
-    ids = ids_of(tokenizer, turns("a", "b", "c", "d", "e") + "f<|im_end|>\n")
-    for again in (("a", "b", "c", "x", "e"), ("x",), ("a", "b", "c", "d", "x"), ("a", "x", "e")):
+    ids = ids_of(tokenizer, turns("a", "b1", "c", "d", "e") + "f<|im_end|>\n")
+    for again in (
+        ("a", "b1", "c", "x", "e"), ("x",), ("a", "b1", "c", "d", "x"), ("a", "x", "e"),
+        ("a", "b1", "c", "d", "e", "g"), ("a", "b2", "c", "d", "e"),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match="tool result or turn is there"):
             h2o.dropped_spans(tokenizer, ids, ids_of(tokenizer, turns(*again)))
+
+
+def test_special_tokens_without_a_name():
+    """Most tokenizers mark the headers of turns as special, but give them no name."""
+    tokenizer = tokenizer_of(LLAMA)
+    tokenizer.add_tokens([AddedToken(x, special=True) for x in ("<|start|>", "<|sep|>", "<|eot|>")])
+    chats = [
+        [{"role": ("user", "assistant")[i % 2], "content": x} for i, x in enumerate(contents)]
+        for contents in ("abcd", "cd")
+    ]
+    ids, new = (ids_of(tokenizer, tokenizer.apply_chat_template(x, tokenize=False)) for x in chats)
+    spans = h2o.dropped_spans(tokenizer, ids, new)
+    assert len(spans) == 1
+    left = h2o.without_spans(ids[:, :-1], spans)
+    assert torch.equal(left, new[:, : left.shape[1]])
+
+
+def test_turns_with_pictures():
+    """Placeholders of two pictures are alike, so that the first might be taken for the second."""
+    tokenizer = tokenizer_of(THOUGHTS, "<|image|>")
+    picture = "<|image|>" * 4
+    ids = ids_of(tokenizer, turns(f"{picture}what?", "cat", f"{picture}what?") + "dog<|im_end|>\n")
+    new = ids_of(tokenizer, turns(f"{picture}what?", "dog", "sure?"))
+    with pytest.raises(ValueError, match="tool result or turn is there"):
+        h2o.dropped_spans(tokenizer, ids, new)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import re
 import uuid
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -96,9 +96,9 @@ def dropped_spans(tokenizer: Any, ids: Any, new_ids: Any, **template_kwargs: Any
 
     The new ids must be the earlier ones without some thoughts, tool results and turns, followed by
     new tokens. The white space after a thought may stay. Turns are parts from one special token,
-    such as <|im_start|>, to another like it, with which a turn begins that stayed. Nothing is
-    guessed: any other difference is an error, since the cache has read other text than the new ids
-    have.
+    such as <|im_start|>, to another like it, with which a turn begins that stayed. In chats with
+    pictures or sounds no turn may be missing. Nothing is guessed: any other difference is an error,
+    since the cache has read other text than the new ids have.
 
     Args:
         tokenizer: the tokenizer of the model.
@@ -119,7 +119,7 @@ def dropped_spans(tokenizer: Any, ids: Any, new_ids: Any, **template_kwargs: Any
     )
     texts, seen = _Texts.of(pieces(tokenizer, old)), len(old) - 1
     marked = {x.start: x for x in _droppable(tokenizer, texts, template_kwargs)}
-    special = {*tokenizer.all_special_ids}
+    special = _turn_tokens(tokenizer, old)
     begins: list[tuple[int, int]] = []  # where old and new have the same special token
     spans, i, j = [], 0, 0
     while i < seen:
@@ -134,9 +134,10 @@ def dropped_spans(tokenizer: Any, ids: Any, new_ids: Any, **template_kwargs: Any
             if old[i] in special:
                 begins.append((i, j))
             i, j = i + 1, j + 1
-        elif (turns := _dropped_turns(tokenizer, old[:seen], new, i, begins)) is not None:
+        elif (turns := _dropped_turns(old[:seen], new, i, j, begins)) is not None:
             start, i, j = turns
             spans = [*(span for span in spans if span[0] < start), (start, i)]
+            begins = [begin for begin in begins if begin[0] < start]
         else:
             raise _differ(tokenizer, old, new, i, j)
     return spans
@@ -184,24 +185,33 @@ def _droppable(tokenizer: Any, texts: _Texts, template_kwargs: dict[str, Any]) -
             yield _Marked(start, min(bisect_left(texts.ends, marker) + 1, stop), stop)
 
 
+def _turn_tokens(tokenizer: Any, ids: list[int]) -> set[int]:
+    """Special tokens, with which turns may begin. None of them if the ids have placeholders of a
+    picture or a sound, whose equal ids do not mean that they stand for the same one."""
+    added = {i for i, x in tokenizer.added_tokens_decoder.items() if x.special}
+    special = {*tokenizer.all_special_ids, *added}
+    has_placeholders = any(x == y and x in special for x, y in pairwise(ids))
+    return set() if has_placeholders else special
+
+
 def _dropped_turns(
-    tokenizer: Any, old: list[int], new: list[int], differs: int, begins: list[tuple[int, int]]
+    old: list[int], new: list[int], i: int, j: int, begins: list[tuple[int, int]]
 ) -> tuple[int, int, int] | None:
-    """Turns before or at token `differs` of the old ids that the new ids lack.
+    """The turns that the new ids lack if they differ from the old ones at old[i] and new[j].
 
     Args:
         begins: positions of special tokens in the old and the new ids, where turns may begin.
 
     Returns:
-        Where the turns begin and end in the old ids, and where the new ids go on. None unless the
-        old ids then have a turn with text that the new ids go on with.
+        Where the turns begin and end in the old ids, and where the new ids go on. None unless a
+        later turn of the old ids, up to its next special token, has new[j] where the new ids have
+        it.
     """
-    for start, j in reversed(begins):
-        stops = [i for i in range(differs, len(old)) if old[i] == old[start]]
-        for stop, following in zip(stops, [*stops[1:], len(old)], strict=True):
-            turn = old[stop:following]
-            if _agree(turn, new[j:]) and tokenizer.decode(turn, skip_special_tokens=True).strip():
-                return start, stop, j
+    for start, then in reversed(begins):
+        stops = [k for k in range(i, len(old)) if old[k] == old[start]]
+        for stop, following in zip(stops, [*stops, len(old)][1:], strict=True):
+            if following - stop > j - then and _agree(old[stop:following], new[then:]):
+                return start, stop, then
     return None
 
 

@@ -44,7 +44,7 @@ class _Attended(NamedTuple):
     slots: ops.Slots | None
     """Slots before the pass. After a decode step keys and values are not copies"""
     in_step: bool
-    """Whether `ops.step` ran, where the new token attends to its own key as it is stored"""
+    """Whether a step ran, where the new token attends to its own key as it is stored"""
 
     def to(self, device: torch.device) -> _Attended:
         """Move to the device of a later layer, with copies of all tensors that attention writes."""
