@@ -96,9 +96,9 @@ def dropped_spans(tokenizer: Any, ids: Any, new_ids: Any, **template_kwargs: Any
 
     The new ids must be the earlier ones without some thoughts, tool results and turns, followed by
     new tokens. The white space after a thought may stay. Turns are parts from one special token,
-    such as <|im_start|>, to another like it, with which a turn begins that stayed. In chats with
-    pictures or sounds no turn may be missing. Nothing is guessed: any other difference is an error,
-    since the cache has read other text than the new ids have.
+    such as the first of a message, to another like it, with which a turn begins that stayed. In
+    chats with pictures or sounds no turn may be missing. Nothing is guessed: any other difference
+    is an error, since the cache has read other text than the new ids have.
 
     Args:
         tokenizer: the tokenizer of the model.
