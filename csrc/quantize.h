@@ -70,7 +70,7 @@ typedef struct {
     uint16_t scale, minimum;
 } quantizer;
 
-/* Of a row of Q8 or S4. high: its largest magnitude; scales: Q8_SCALES or S4_SCALES. */
+/* The parameters of a Q8 or S4 row. high: its largest magnitude; scales: how many it is. */
 H2O_INLINE quantizer row_quantizer(float high, float scales, bool finite) {
     const quantizer q = {finite ? f16_no_less(high / scales) : (uint16_t)F16_NAN, 0};
     return q;

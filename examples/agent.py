@@ -39,7 +39,7 @@ def result(room: int, items: int) -> dict[str, str]:
 
 
 class Agent:
-    """A chat on one cache, which forgets what is named before a turn."""
+    """A chat on one cache, which can forget old tool results and old turns."""
 
     def __init__(self, model: Any, tokenizer: Any, ids: torch.Tensor) -> None:
         """

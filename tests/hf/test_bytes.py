@@ -61,7 +61,7 @@ def test_values_take_the_bits_that_go_with_the_head_dimension():
 
 
 def test_keys_in_four_bits():
-    """As many bytes must hold more keys. A latent, which is key and value, has no such format."""
+    """More keys must fit in four bits. A latent, which is key and value, has no such format."""
     ours = llama(2, head_dim=64)
     kept = {}
     for kv_dtype in ("int8-int4", "int4"):

@@ -272,6 +272,20 @@ def test_special_tokens_without_a_name():
     assert torch.equal(left, new[:, : left.shape[1]])
 
 
+def test_a_tokenizer_that_does_not_list_its_tokens(monkeypatch):
+    """mistral-common's tokenizers raise here, and must find thoughts and say what differs."""
+    tokenizer = tokenizer_of(THOUGHTS)
+
+    def raises(_):
+        raise NotImplementedError
+
+    monkeypatch.setattr(type(tokenizer), "added_tokens_decoder", property(raises))
+    ids, again = (ids_of(tokenizer, x) for x in ("<think>1</think>b.", "b.c"))
+    assert h2o.dropped_spans(tokenizer, ids, again) == [(0, ids.shape[1] - 2)]
+    with pytest.raises(ValueError, match="no thought, tool result or turn is there"):
+        h2o.dropped_spans(tokenizer, ids, ids_of(tokenizer, "<think>1</think>c."))
+
+
 def test_turns_with_pictures():
     """Placeholders of two pictures are alike, so that the first might be taken for the second."""
     tokenizer = tokenizer_of(THOUGHTS, "<|image|>")

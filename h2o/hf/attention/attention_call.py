@@ -127,10 +127,10 @@ def round_like_slots(tokens: NewTokens, slots: ops.Slots) -> NewTokens:
     several new tokens nothing is rounded.
     """
     several = tokens.query.shape[2] > 1
-    if slots.keys.dtype != torch.uint8 or (several and tokens.mask is None):
+    if several and tokens.mask is None:
         return tokens
     rounded = as_stored(tokens, slots)
-    if not several:
+    if rounded is tokens or not several:
         return rounded
     assert tokens.mask is not None
     is_step = ((tokens.mask.sum(1) == 1) & (slots.seen_tokens > 0))[:, None, None, None]
@@ -141,7 +141,8 @@ def round_like_slots(tokens: NewTokens, slots: ops.Slots) -> NewTokens:
 
 
 def as_stored(tokens: NewTokens, slots: ops.Slots) -> NewTokens:
-    """Round tokens as slots whose offsets are set would store them."""
+    """Round tokens as slots whose offsets are set would store them. Returns the same object if
+    slots are not quantized."""
     if slots.keys.dtype != torch.uint8:
         return tokens
     offsets = slots.offsets

@@ -119,8 +119,7 @@ def dropped_spans(tokenizer: Any, ids: Any, new_ids: Any, **template_kwargs: Any
     )
     texts, seen = _Texts.of(pieces(tokenizer, old)), len(old) - 1
     marked = {x.start: x for x in _droppable(tokenizer, texts, template_kwargs)}
-    special = _turn_tokens(tokenizer, old)
-    begins: list[tuple[int, int]] = []  # where old and new have the same special token
+    kept: list[tuple[int, int]] = []  # where old and new have the same token
     spans, i, j = [], 0, 0
     while i < seen:
         span = marked.get(i)
@@ -131,13 +130,12 @@ def dropped_spans(tokenizer: Any, ids: Any, new_ids: Any, **template_kwargs: Any
             spans.append((i, stop))
             i = stop
         elif new[j : j + 1] == old[i : i + 1]:
-            if old[i] in special:
-                begins.append((i, j))
+            kept.append((i, j))
             i, j = i + 1, j + 1
-        elif (turns := _dropped_turns(old[:seen], new, i, j, begins)) is not None:
+        elif (turns := _dropped_turns(tokenizer, old[:seen], new, i, j, kept)) is not None:
             start, i, j = turns
             spans = [*(span for span in spans if span[0] < start), (start, i)]
-            begins = [begin for begin in begins if begin[0] < start]
+            kept = [pair for pair in kept if pair[0] < start]
         else:
             raise _differ(tokenizer, old, new, i, j)
     return spans
@@ -188,26 +186,30 @@ def _droppable(tokenizer: Any, texts: _Texts, template_kwargs: dict[str, Any]) -
 def _turn_tokens(tokenizer: Any, ids: list[int]) -> set[int]:
     """Special tokens, with which turns may begin. None of them if the ids have placeholders of a
     picture or a sound, whose equal ids do not mean that they stand for the same one."""
-    added = {i for i, x in tokenizer.added_tokens_decoder.items() if x.special}
-    special = {*tokenizer.all_special_ids, *added}
+    try:
+        added = tokenizer.added_tokens_decoder
+    except NotImplementedError:  # of mistral-common's tokenizers, which name all special tokens
+        added = {}
+    special = {*tokenizer.all_special_ids, *(i for i, x in added.items() if x.special)}
     has_placeholders = any(x == y and x in special for x, y in pairwise(ids))
     return set() if has_placeholders else special
 
 
 def _dropped_turns(
-    old: list[int], new: list[int], i: int, j: int, begins: list[tuple[int, int]]
+    tokenizer: Any, old: list[int], new: list[int], i: int, j: int, kept: list[tuple[int, int]]
 ) -> tuple[int, int, int] | None:
     """The turns that the new ids lack if they differ from the old ones at old[i] and new[j].
 
     Args:
-        begins: positions of special tokens in the old and the new ids, where turns may begin.
+        kept: positions in the old and the new ids of the tokens before, which stayed.
 
     Returns:
         Where the turns begin and end in the old ids, and where the new ids go on. None unless a
         later turn of the old ids, up to its next special token, has new[j] where the new ids have
         it.
     """
-    for start, then in reversed(begins):
+    special = _turn_tokens(tokenizer, old)
+    for start, then in reversed([pair for pair in kept if old[pair[0]] in special]):
         stops = [k for k in range(i, len(old)) if old[k] == old[start]]
         for stop, following in zip(stops, [*stops, len(old)][1:], strict=True):
             if following - stop > j - then and _agree(old[stop:following], new[then:]):

@@ -136,7 +136,7 @@ class H2OLayer(BaseLayer):
             if not query.dtype == key.dtype == value.dtype:
                 query, key, value = as_autocast(query, key, value)
             dtype = query.dtype
-            sinks = call.sink_logits if call.sink_logits is None else as_operand(call.sink_logits)
+            sinks = None if call.sink_logits is None else as_operand(call.sink_logits)
             tokens = NewTokens(query, key, value, call.mask, call.scale, call.softcap, sinks)
             if self.variant.convert is not None:
                 tokens = self.variant.convert(self, tokens, call)
