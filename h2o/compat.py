@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from transformers import cache_utils
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.utils.output_capturing import _active_collector
 
 # ---- Signatures ----------------------------------------------------------------------------------
 
@@ -144,12 +143,6 @@ def can_set_attention(model: Any) -> bool:
     If not, `set_attn_implementation` only logs a warning.
     """
     return model._can_set_attn_implementation()  # type: ignore[no-any-return]
-
-
-def wants_attention_weights() -> bool:
-    """Whether the current model call has `output_attentions=True`, which not every model passes on
-    to its attention function."""
-    return "attentions" in (_active_collector.get() or ())
 
 
 # ---- Classes of models and of cache layers ------------------------------------------------------

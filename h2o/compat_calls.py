@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from transformers.utils.output_capturing import _active_collector
 
 from h2o.compat import cache_in
 from h2o.model_identity import config_of
@@ -189,6 +190,12 @@ def _has_cache(here: dict[str, Any], cache: Any) -> bool:
     """Whether a call with these local variables passes on a cache."""
     passed = (here, here.get("model_kwargs"), here.get("kwargs"))
     return any(isinstance(x, dict) and cache_in(x) is cache for x in passed)
+
+
+def wants_attention_weights() -> bool:
+    """Whether the current model call has `output_attentions=True`, which not every model passes on
+    to its attention function."""
+    return "attentions" in (_active_collector.get() or ())
 
 
 def has_transforms() -> bool:

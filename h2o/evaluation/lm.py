@@ -156,8 +156,9 @@ class H2OLM(HFLM):
         self.angles = LengthDependentRope(self.model)
         self.setting, self.protocol = setting, protocol
         self.prompt_length = prompt_length
-        is_text = protocol == "simulate"
-        self.ratio_of = protocols.fractions_of(prompt_length) if is_text else "prompt"
+        self.ratio_of = setting.ratio_of
+        if protocol == "simulate":
+            self.ratio_of = protocols.fractions_of(prompt_length, setting.ratio_of)
         self.tally, self.is_counting = Tally(), False
 
     def describe(self) -> dict[str, Any]:

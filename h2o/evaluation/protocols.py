@@ -95,10 +95,10 @@ def why_no_text(setting: Setting, protocol: str) -> str:
     return ""
 
 
-def fractions_of(prompt_length: int) -> str:
-    """What fractional budgets of a text are fractions of: its "prompt", or all of the "text" if it
-    has none (`prompt_length` 1)."""
-    return "text" if prompt_length == 1 else "prompt"
+def fractions_of(prompt_length: int, ratio_of: str = "prompt") -> str:
+    """What fractional budgets of a text are fractions of: what the setting says (`ratio_of`), or
+    all of the "text" if it has no prompt (`prompt_length` 1)."""
+    return "text" if prompt_length == 1 else ratio_of
 
 
 def fraction_base(tokens: int, prompt_length: int) -> int:

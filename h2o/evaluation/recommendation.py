@@ -132,7 +132,7 @@ class Reader:
         """Logits [tokens, vocabulary] of each continuation. Eviction begins after the document."""
         return protocols.simulate(
             self.model, pairs, h2o_config=self.setting.config, prompt_length=documents,
-            ratio_of="prompt",
+            ratio_of=self.setting.ratio_of,
         )  # fmt: skip
 
     def predict(self, piece: list[int], after: list[int]) -> Tensor:

@@ -44,6 +44,9 @@ from h2o.utils.processes import world_size
 TASKS = Path(__file__).parent / "tasks"
 """The folder of h2o's own task files."""
 
+UNITS = {"seen": "text so far"}
+"""What the title of a table calls a `ratio_of` that is not a noun"""
+
 PASSED_UNCHANGED = (
     "tasks", "num_fewshot", "limit", "samples", "gen_kwargs", "write_out", "system_instruction",
     "apply_chat_template", "confirm_run_unsafe_code",
@@ -141,7 +144,8 @@ def compare(
         notes[:0] = without_prompt_notes(settings, WINDOW_REMEDY)
     elif protocol == "simulate" and prompt_length == 1:
         notes[:0] = without_prompt_notes(settings, CONTEXT_REMEDY)
-    first = f"{origin['model']}, protocol {protocol}, fractions of the {' or the '.join(units)}"
+    of = " or the ".join(UNITS.get(unit, unit) for unit in units)
+    first = f"{origin['model']}, protocol {protocol}, fractions of the {of}"
     return "\n".join([first, "", as_table(measured, tasks, lm.model), "", *notes])
 
 

@@ -123,7 +123,7 @@ def answer(lm: Any, window: list[int], prompt_length: int) -> tuple[float, int]:
 
 def by_simulation(model: Any, ids: Tensor, setting: Setting, prompt_length: int = 1) -> Tensor:
     """Loss of tokens 1 to n-1 of ids [1, n], from one forward pass."""
-    unit = protocols.fractions_of(prompt_length)
+    unit = protocols.fractions_of(prompt_length, setting.ratio_of)
     how = {"masks": MASKS.get(setting.variant), "prompt_length": prompt_length, "ratio_of": unit}
     is_full = setting.variant == "full"
     with nullcontext() if is_full else simulated(model, setting.config, **how), torch.no_grad():

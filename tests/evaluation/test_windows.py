@@ -81,6 +81,17 @@ def test_both_ways_agree(tokenizer, model_type, prompt_length):
             assert (one - full).abs().max() > 0.01
 
 
+@pytest.mark.parametrize("setting", ["h2o:0.1+0.1", "echo-bytes:0.2"])
+def test_a_budget_that_follows_the_text_does_so_in_both_ways(tokenizer, setting):
+    model = conftest.build()
+    ids = tokenizer(TEXT, return_tensors="pt")["input_ids"][:, :90]
+    growing = parse(f"{setting}/ratio_of=seen")
+    one = windows.by_simulation(model, ids, growing, 20)[19:]
+    torch.testing.assert_close(one, by_cache(model, ids, growing, 20), atol=5e-4, rtol=0)
+    constant = windows.by_simulation(model, ids, parse(setting), 20)[19:]
+    assert (one - constant).abs().max() > 0.01
+
+
 def test_it_is_the_models_own_loss(tokenizer):
     model = conftest.build()
     ids = tokenizer(TEXT, return_tensors="pt")["input_ids"][:, :60]

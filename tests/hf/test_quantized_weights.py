@@ -1,4 +1,4 @@
-"""Models whose weights torchao, torch.ao or bitsandbytes has quantized."""
+"""Models whose weights torchao, torch.ao, bitsandbytes or a GGUF file has quantized."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -73,6 +74,50 @@ def test_a_file_is_told_from_that_of_other_packed_weights(tmp_path):
         H2OCache.load(tmp_path / "document", packed("llama", 1.1))
     assert model_fingerprint(ours) == model_fingerprint(packed("llama"))
     assert model_fingerprint(ours) != model_fingerprint(packed("llama", 1.1))
+
+
+def in_blocks(ours):
+    """The model with linear weights in GGUF's blocks of eight bits, and the same weights unpacked.
+
+    transformers multiplies blocks by a kernel from the hub. Its own unpacking stands in for it."""
+    gguf = pytest.importorskip("gguf")
+    layers = pytest.importorskip("transformers.integrations.gguf.utils")  # since 5.24
+    kind, unpacked = int(gguf.GGMLQuantizationType.Q8_0), copy.deepcopy(ours)
+    for name, linear in list(ours.named_modules()):
+        if not isinstance(linear, torch.nn.Linear) or linear.in_features % 32:
+            continue
+        packed = layers.GgufLinear(linear.in_features, linear.out_features, kind)
+        blocks = gguf.quants.quantize(linear.weight.detach().numpy(), kind)
+        packed.weight = torch.nn.Parameter(torch.from_numpy(blocks), requires_grad=False)
+        ours.set_submodule(name, packed)
+        restored = gguf.quants.dequantize(blocks, kind)
+        unpacked.get_submodule(name).weight.data = torch.from_numpy(restored)
+    return ours, unpacked
+
+
+def test_weights_in_the_blocks_of_a_gguf_file(tmp_path, monkeypatch):
+    ours, unpacked = in_blocks(model("llama"))
+    kernels = pytest.importorskip("transformers.integrations.gguf.kernels")
+
+    def mul_mat_vec(blocks, x, kind, rows):
+        return x @ kernels.dequantize(blocks, kind, x.dtype).reshape(rows, -1).T
+
+    monkeypatch.setattr(kernels, "_gguf_kernel", SimpleNamespace(mul_mat_vec=mul_mat_vec))
+    assert sum(type(x).__name__ == "GgufLinear" for x in ours.modules()) > 10
+    (ids,) = prompts(30)
+    for budget in ({"heavy": 5, "recent": 5}, {"budget": 0.2, "min_tokens": 0}):
+        with patched(ours, **budget) as patch:
+            small = greedy(ours, {"input_ids": ids})
+            assert patch.cache.report().layers[0].kept < [30]
+        with patched(unpacked, **budget):
+            assert torch.equal(greedy(unpacked, {"input_ids": ids}), small)
+    H2OCache(ours, heavy=6, recent=6).save(tmp_path / "document", ours)
+    H2OCache.load(tmp_path / "document", ours)
+    for module in ours.modules():
+        if type(module).__name__ == "GgufLinear":
+            module.weight ^= 1
+    with pytest.raises(ValueError, match=r"the weights of .* differ"):
+        H2OCache.load(tmp_path / "document", ours)
 
 
 class Unpacks(torch.nn.Linear):

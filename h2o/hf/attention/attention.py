@@ -22,7 +22,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.modeling_utils import PreTrainedModel
 
 from h2o import compat
-from h2o.compat_calls import is_transformed
+from h2o.compat_calls import is_transformed, wants_attention_weights
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import AttentionCall
 from h2o.hf.model_traits.layer_kinds import CROSS_ATTENTION
@@ -211,7 +211,7 @@ def h2o_mask(
             (StaticCache).
         ValueError: the mask has the wrong shape or length.
     """
-    if compat.wants_attention_weights():
+    if wants_attention_weights():
         raise UnsupportedError(f"h2o attention does not support {_FOREIGN['output_attentions']}")
     if mask_function is not causal_mask_function:
         # sdpa_mask may return None for a mask that hides nothing, but here None means causal.

@@ -7,9 +7,9 @@ of the other.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from h2o.model_identity import rounded, sample_tensors, weights_difference
@@ -24,23 +24,21 @@ class WeightsOrigin:
     """
 
     def __init__(self) -> None:
-        self._module: Any = None  # a weak reference, since a cache must not keep a model alive
+        self.module: Callable[[], Any] = _no_module
+        """A weak reference to the module that was checked last, since a cache must not keep a model
+        alive"""
         self._sample: dict[str, Tensor] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_module": None, "_sample": self._sample}
+        return {"module": _no_module, "_sample": self._sample}
 
     def check(self, module: nn.Module, *, begins: bool) -> None:
-        """Check the module of a forward pass. `begins`: the pass begins a text.
+        """Check the module of a forward pass, if it is another one than `self.module()`, or if the
+        pass `begins` a text.
 
         Raises:
             ValueError: the module's weights differ from those of the module that began the text.
         """
-        if torch.compiler.is_compiling():
-            return
-        is_known = self._module is not None and self._module() is module
-        if is_known and not begins:
-            return
         if begins or self._sample is None:
             self._sample = sample_tensors(weights_inside(module))
         elif reason := weights_difference(module, {x: rounded(y) for x, y in self._sample.items()}):
@@ -48,4 +46,8 @@ class WeightsOrigin:
                 f"another model computed the keys in this cache: {reason} in the first layer with "
                 "a budget. Use a new H2OCache for each model"
             )
-        self._module = weakref.ref(module)
+        self.module = weakref.ref(module)
+
+
+def _no_module() -> None:
+    """What a reference to no module returns."""

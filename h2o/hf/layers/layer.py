@@ -130,8 +130,10 @@ class H2OLayer(BaseLayer):
                 and call.may_begin_text
             ):
                 raise ValueError(WITHOUT_CACHE)
-            if not compiling and self.layer_idx == guard.first:
-                guard.origin.check(call.module, begins=self.slots is None)
+            if self.layer_idx == guard.first and not compiling:
+                begins = self.slots is None
+                if begins or guard.origin.module() is not call.module:
+                    guard.origin.check(call.module, begins=begins)
             query, key, value = call.query, call.key, call.value
             if not query.dtype == key.dtype == value.dtype:
                 query, key, value = as_autocast(query, key, value)
