@@ -346,7 +346,12 @@ def test_the_torch_backend_waits_for_no_device():
 
 
 def test_transformers_is_imported_where_it_is_served():
-    allowed = {"h2o/compat.py", "h2o/models.py", "h2o/evaluation/generation.py"}
+    allowed = {
+        "h2o/compat.py",
+        "h2o/compat_calls.py",
+        "h2o/models.py",
+        "h2o/evaluation/generation.py",
+    }
     folders = ("h2o/hf/", "h2o/evaluation/")
     for name in importers("transformers"):
         assert name in allowed or name.startswith(folders), name
@@ -426,6 +431,22 @@ def test_vllm_is_known_to_its_plugin():
         if name.startswith("h2o/vllm/") and IMPORTS[name] & {*sources("h2o/hf", ".py")} - {modes}
     }
     assert knowing == {"h2o/vllm/page_removal.py", "h2o/vllm/prompt_scoring.py"}
+
+
+def test_a_conversation_and_its_pass_are_written_by_their_guard():
+    """All other files ask it to do so (`PassGuard.put`, `announce`), and a pass changes itself."""
+    of_guard = r"\bstate|planned|current|finished|told"
+    fields = re.findall(r"^    (\w+): ", PYTHON["h2o/hf/conversation/forward_pass.py"], re.M)
+    assert {"before", "after", "stored", "waiting"} <= set(fields)
+    writes = re.compile(
+        rf"guard\.({of_guard}) =[^=]|(pass|current|planned|finished)\.({'|'.join(fields)}) =[^=]"
+        r"|\.stored\.append\(|\.accesses\[\w+\] [+]?="
+    )
+    assert all(writes.search(x) for x in ("guard.state = x", "the_pass.after = x"))
+    found = {name for name, text in PYTHON.items() if writes.search(text)}
+    assert {x for x in found if x.startswith("h2o/hf/")} == {
+        "h2o/hf/conversation/pass_guard.py",
+    }
 
 
 FLOORS = 10

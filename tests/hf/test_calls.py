@@ -8,10 +8,10 @@ from h2o.hf.layers import layer
 from tools.count_calls import passes
 
 BOUNDS = {
-    "prompt, heavy, recent": (148, 28),
-    "step, heavy, recent": (46, 12),
-    "prompt, budget=0.2": (249, 34),
-    "step, budget=0.2": (46, 12),
+    "prompt, heavy, recent": (149, 27),
+    "step, heavy, recent": (46, 10),
+    "prompt, budget=0.2": (250, 34),
+    "step, budget=0.2": (46, 10),
 }
 
 

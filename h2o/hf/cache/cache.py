@@ -287,7 +287,7 @@ class H2OCache(CacheRemoval):
         sizes = query_length, guard.columns  # before another thread changes it
         if guard.kinds[layer_idx] != "h2o":
             sizes = super().get_mask_sizes(query_length, layer_idx)
-        guard.planned = plan_pass(self, query_length)
+        guard.announce(plan_pass(self, query_length))
         if query_length > 1 and guard.state.columns:
             self._warn_of_growth(guard.state.columns, query_length)
         return sizes

@@ -77,6 +77,15 @@ class ForwardPass:
             self.after = self.after._replace(waits_for_pins=False)
 
 
+def in_use_elsewhere() -> RuntimeError:
+    """Error for a cache that another thread runs a forward pass with."""
+    return RuntimeError(
+        "this H2OCache is in use by another thread, whose forward pass has not ended. A cache "
+        "holds one conversation, so make one cache per thread, or use h2o.patched(), which makes "
+        "one per call"
+    )
+
+
 def waiting_message(layer: int) -> str:
     """Error message for a layer whose new keys never reached its attention."""
     return (

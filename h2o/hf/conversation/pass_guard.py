@@ -26,6 +26,7 @@ from h2o.hf.cache_state.slot_layout import writable
 from h2o.hf.conversation.forward_pass import (
     ForwardPass,
     disagreement_message,
+    in_use_elsewhere,
     waiting_message,
 )
 from h2o.hf.conversation.pins import NO_PINS, Pins
@@ -140,6 +141,10 @@ class PassGuard:
         return self.state.columns if self.counter is None else self.counter
 
     # ---- A forward pass ------------------------------------------------------------------------
+
+    def announce(self, planned: ForwardPass) -> None:
+        """Take the plan of the pass that is about to begin, in place of one that never began."""
+        self.planned = planned
 
     @contextmanager
     def telling(self, call: ModelCall | None) -> Iterator[None]:
@@ -387,12 +392,3 @@ class PassGuard:
     def reset(self) -> None:
         """Start over as the guard of an empty cache without a known prompt length."""
         self.put(CacheState())
-
-
-def in_use_elsewhere() -> RuntimeError:
-    """Error for a cache that another thread runs a forward pass with."""
-    return RuntimeError(
-        "this H2OCache is in use by another thread, whose forward pass has not ended. A cache "
-        "holds one conversation, so make one cache per thread, or use h2o.patched(), which makes "
-        "one per call"
-    )
