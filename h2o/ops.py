@@ -149,7 +149,7 @@ def attend(
     if fields:
         policy = resolve_policy(policy, fields, attend)
     backend = backends.backend_for(query)
-    scale, out, scores = _fill_in(query, keys, scale, out, float32=scores)
+    scale, out, scores = _fill_in(query, keys, scale, out=out, scores=scores)
     backend.attend(
         query, keys, values, mask, slots, out, scores, scale, softcap, policy, sink_logits, None,
         None,
@@ -173,9 +173,7 @@ def log_sums(
     needed, this takes half the work of `attend`. Arguments are as in `attend`. None is modified.
     """
     check_memory(slots, query=query, keys=keys, mask=mask, sink_logits=sink_logits)
-    scale, out, scores = _fill_in(query, keys, scale, None, float32=None)
-    sizes = get_4d_sizes(query)
-    (sums,) = (None,) if sizes is None else new_tensors(query, (sizes[:3], "float32", None))
+    scale, out, scores, sums = _fill_in(query, keys, scale, out=None, scores=None, sums=None)
     values = keys if slots is None or slots.values is not None else None
     backends.backend_for(query).attend(
         query, keys, values, mask, slots, out, scores, scale, softcap, PAPER, sink_logits, sums,
@@ -329,7 +327,7 @@ def simulate(
         kind = {"kv_dtype": kv_dtype, "offsets": offsets}
         stored = _quantized(keys, values, prompt, mask, **kind)
     scale, out, evicted_at, scores = _fill_in(
-        query, keys, scale, out, int32=evicted_at, float32=scores
+        query, keys, scale, out=out, evicted_at=evicted_at, scores=scores
     )
     backend.simulate(
         query, keys, values, mask, prompt, budget, out, evicted_at, scores,
@@ -376,21 +374,29 @@ def info() -> dict[str, Any]:
     return backends.info()
 
 
+_OUTPUTS = {
+    "out": ("BQHD", None),
+    "scores": ("BGQ", "float32"),
+    "sums": ("BHQ", "float32"),
+    "evicted_at": ("BGQ", "int32"),
+}
+"""Shape and dtype of each output of an operation. None is the dtype of the query."""
+
+
 def _fill_in(
-    query: Tensor, keys: Tensor, scale: float | None, out: Tensor | None, **by_key: Tensor | None
-) -> Any:
-    """Return (scale, out [B, Q, H, D], each of `by_key` [B, G, Q]), replacing None by defaults. The
-    names in `by_key` are dtypes. Outputs stay None for tensors that the core will reject."""
+    query: Tensor, keys: Tensor, scale: float | None, **outputs: Tensor | None
+) -> tuple[Any, ...]:
+    """Return the scale and the `outputs`, replacing None by the default scale and by new tensors.
+    Outputs stay None for tensors that the core will reject."""
     sizes, key_sizes = get_4d_sizes(query), get_4d_sizes(keys)
     if scale is None:
         scale = default_scale(query, sizes)
-    if sizes is None or key_sizes is None:
-        return scale, out, *by_key.values()
-    (B, H, Q, D), G = sizes, key_sizes[1]
-    outputs = []
-    for dtype, output in {None: out, **by_key}.items():
-        if output is None:
-            shape = (B, G, Q) if dtype else (B, Q, H, D)
-            (output,) = new_tensors(query, (shape, dtype, None))
-        outputs.append(output)
-    return scale, *outputs
+    if sizes is not None and key_sizes is not None:
+        size_of = dict(zip("BHQDG", (*sizes, key_sizes[1]), strict=True))
+        wanted = {}
+        for name, output in outputs.items():
+            if output is None:
+                letters, dtype = _OUTPUTS[name]
+                wanted[name] = tuple(map(size_of.__getitem__, letters)), dtype, None
+        outputs |= zip(wanted, new_tensors(query, *wanted.values()), strict=True)
+    return scale, *outputs.values()

@@ -211,9 +211,9 @@ def empty_slots(
     if budget is None:
         (budget,) = new_tensors(keys, (budgets, "int32", UNLIMITED))
         budget[..., 1] = 0
-    row_bytes = stored_bytes(kv_dtype, D)
-    dtype = None if row_bytes is None else "uint8"
-    key_size, value_size = row_bytes or (D, D)
+    dtype, key_size, value_size = None, D, D
+    if kv_dtype is not None:
+        dtype, (key_size, value_size) = "uint8", stored_bytes(kv_dtype, D)
     shapes = {
         "keys": (*slots, key_size), "scores": slots, "positions": slots, "next_slot": (B, G),
         "seen_tokens": (B,), "evicted_score": (B, G),
@@ -222,7 +222,7 @@ def empty_slots(
         shapes["values"] = (*slots, value_size)
     if value_weighted:
         shapes["norms"] = slots
-    if offsets and row_bytes is not None and not shared:
+    if offsets and kv_dtype is not None and not shared:
         shapes["offsets"] = (B, G, D)
     wanted = [(shape, KINDS[name].dtype or dtype, EMPTY[name]) for name, shape in shapes.items()]
     made = dict(zip(shapes, new_tensors(keys, *wanted), strict=True))

@@ -261,13 +261,15 @@ class VisibleKeys(NamedTuple):
         P, N = call.query.shape[2], call.key.shape[2]
         key, value = call.key.detach().float(), call.value.detach().float()
         stored = None
-        if sizes := stored_bytes(self.kv_dtype, key.shape[-1]):
+        if self.kv_dtype is not None:
             in_prompt = self._in_prompt(call, N)
             offsets = None
             if should_center(key, call.softcap, call.sink_logits):
                 first = in_prompt if call.mask is None else in_prompt & call.mask.bool()
                 offsets = offsets_of(key, first.expand(len(key), -1))
-            stored = round_to_bytes(key, value, sizes, offsets)
+            stored = round_to_bytes(
+                key, value, stored_bytes(self.kv_dtype, key.shape[-1]), offsets
+            )
         parts = []
         for first in range(0, P, ROWS):
             rows = slice(first, min(first + ROWS, P))
