@@ -267,9 +267,7 @@ class VisibleKeys(NamedTuple):
             if should_center(key, call.softcap, call.sink_logits):
                 first = in_prompt if call.mask is None else in_prompt & call.mask.bool()
                 offsets = offsets_of(key, first.expand(len(key), -1))
-            stored = round_to_bytes(
-                key, value, stored_bytes(self.kv_dtype, key.shape[-1]), offsets
-            )
+            stored = round_to_bytes(key, value, stored_bytes(self.kv_dtype, key.shape[-1]), offsets)
         parts = []
         for first in range(0, P, ROWS):
             rows = slice(first, min(first + ROWS, P))
