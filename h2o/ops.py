@@ -48,6 +48,7 @@ from h2o.slots import Slots, new_slots, sizes_of_keys
 from h2o.tensors import (
     check_memory,
     default_scale,
+    fill_in,
     get_4d_sizes,
     needs_check,
     new_tensors,
@@ -149,7 +150,7 @@ def attend(
     if fields:
         policy = resolve_policy(policy, fields, attend)
     backend = backends.backend_for(query)
-    scale, out, scores = _fill_in(query, keys, scale, out=out, scores=scores)
+    scale, out, scores = fill_in(query, keys, scale, out=out, scores=scores)
     backend.attend(
         query, keys, values, mask, slots, out, scores, scale, softcap, policy, sink_logits, None,
         None,
@@ -173,7 +174,7 @@ def log_sums(
     needed, this takes half the work of `attend`. Arguments are as in `attend`. None is modified.
     """
     check_memory(slots, query=query, keys=keys, mask=mask, sink_logits=sink_logits)
-    scale, out, scores, sums = _fill_in(query, keys, scale, out=None, scores=None, sums=None)
+    scale, out, scores, sums = fill_in(query, keys, scale, out=None, scores=None, sums=None)
     values = keys if slots is None or slots.values is not None else None
     backends.backend_for(query).attend(
         query, keys, values, mask, slots, out, scores, scale, softcap, PAPER, sink_logits, sums,
@@ -258,7 +259,7 @@ def step(
     if fields:
         policy = resolve_policy(policy, fields, step)
     backend = backends.backend_if_open(query)
-    # Not `_fill_in`: compiled steps run this in every layer for every new token, with both given.
+    # Not `fill_in`: compiled steps run this in every layer for every new token, with both given.
     sizes = get_4d_sizes(query) if out is None or scale is None else None
     if out is None and sizes is not None:
         B, H, Q, D = sizes
@@ -326,7 +327,7 @@ def simulate(
     if kv_dtype is not None:
         kind = {"kv_dtype": kv_dtype, "offsets": offsets}
         stored = _quantized(keys, values, prompt, mask, **kind)
-    scale, out, evicted_at, scores = _fill_in(
+    scale, out, evicted_at, scores = fill_in(
         query, keys, scale, out=out, evicted_at=evicted_at, scores=scores
     )
     backend.simulate(
@@ -372,31 +373,3 @@ def info() -> dict[str, Any]:
     device).
     """
     return backends.info()
-
-
-_OUTPUTS = {
-    "out": ("BQHD", None),
-    "scores": ("BGQ", "float32"),
-    "sums": ("BHQ", "float32"),
-    "evicted_at": ("BGQ", "int32"),
-}
-"""Shape and dtype of each output of an operation. None is the dtype of the query."""
-
-
-def _fill_in(
-    query: Tensor, keys: Tensor, scale: float | None, **outputs: Tensor | None
-) -> tuple[Any, ...]:
-    """Return the scale and the `outputs`, replacing None by the default scale and by new tensors.
-    Outputs stay None for tensors that the core will reject."""
-    sizes, key_sizes = get_4d_sizes(query), get_4d_sizes(keys)
-    if scale is None:
-        scale = default_scale(query, sizes)
-    if sizes is not None and key_sizes is not None:
-        size_of = dict(zip("BHQDG", (*sizes, key_sizes[1]), strict=True))
-        wanted = {}
-        for name, output in outputs.items():
-            if output is None:
-                letters, dtype = _OUTPUTS[name]
-                wanted[name] = tuple(map(size_of.__getitem__, letters)), dtype, None
-        outputs |= zip(wanted, new_tensors(query, *wanted.values()), strict=True)
-    return scale, *outputs.values()

@@ -67,10 +67,6 @@ class ForwardPass:
         if planned.raise_budgets is not None:
             self.take_back = planned.raise_budgets()
 
-    def begin_prompt(self, prompt: Any, after: CacheState) -> None:
-        """Note what the first layer of a prompt has found out."""
-        self.prompt, self.after = prompt, after
-
     def check_pins(self, tokens: Tensor) -> None:
         """Note whether pinned tokens are still to arrive, now that rows have seen `tokens` [B]."""
         if not self.after.pinned.has_pending(tokens.tolist()):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from h2o.model_identity import rounded, sample_tensors, weights_difference
-from h2o.model_identity.weights import weights_inside
+from h2o.model_identity.weights import places_inside
 
 
 class WeightsOrigin:
@@ -42,7 +42,7 @@ class WeightsOrigin:
         if is_known and not begins:
             return
         if begins or self._sample is None:
-            self._sample = sample_tensors(weights_inside(module))
+            self._sample = sample_tensors(places_inside(module))
         elif reason := weights_difference(module, {x: rounded(y) for x, y in self._sample.items()}):
             raise ValueError(
                 f"another model computed the keys in this cache: {reason} in the first layer with "

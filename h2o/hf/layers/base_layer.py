@@ -185,7 +185,12 @@ class BaseLayer(CacheLayerMixin):
         self.set_slots(slots, Capacity(widest.tolist(), self.capacity.sizes))
 
     def set_slots(self, slots: ops.Slots | None, capacity: Capacity) -> None:
-        self.slots = None if slots is None else slot_layout.writable_slots(slots)
+        """Hold these slots, or none. Tensors made under `torch.inference_mode` are copied."""
+        if slots is not None:
+            for name, x in zip(slots._fields, slots, strict=True):
+                if x is not None and x.is_inference():
+                    slots = slots._replace(**{name: slot_layout.writable(x)})
+        self.slots = slots
         self.capacity = capacity
         self.is_initialized = slots is not None
         batch = None if slots is None else slots.scores if slots.rows is None else slots.rows

@@ -75,8 +75,7 @@ def simulate_tokenwise(
     real = _find_real(text)
     order = real.cumsum(1) - 1
     positions = order.masked_fill(~real, -1)[:, None]
-    widest = slot_layout.widest_budgets(_last_budgets(by_row, growth), policy.sinks)
-    sizes = slot_layout.capacities(widest, N)
+    sizes = slot_layout.Capacity.of(_last_budgets(by_row, growth), policy.sinks, N).sizes
     slots = slot_layout.create_slots(
         text.key, sizes, by_row, value_weighted=policy.value_weighted,
         kv_dtype=plan.config.kv_dtype, shared=text.value is None,
