@@ -8,9 +8,9 @@ from h2o.hf.layers import layer
 from tools.count_calls import passes
 
 BOUNDS = {
-    "prompt, heavy, recent": (148, 28),
+    "prompt, heavy, recent": (132, 26),
     "step, heavy, recent": (46, 12),
-    "prompt, budget=0.2": (249, 34),
+    "prompt, budget=0.2": (206, 33),
     "step, budget=0.2": (46, 12),
 }
 

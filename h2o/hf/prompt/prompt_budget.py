@@ -77,17 +77,15 @@ class PromptRows:
         """
         of_layer = None if plan.shares is None else plan.layer
         key = plan.heavy, plan.recent, of_layer, heads, part, row_size
-        if (known := self._budgets.get(key)) is None:
-            known = self._budgets[key] = self._compute(plan.for_keys(*row_size), heads, part)
-        return known
-
-    def _compute(self, plan: LayerPlan, heads: int, part: tuple[int, int]) -> PromptBudget:
-        lengths, pinned = self.lengths, self.pinned.counts(len(self.lengths), plan.sinks)
-        by_row = expand_to_heads(budgets_by_row(plan, lengths, pinned), heads, part)
-        capacity = None
-        if self._capacities is not None:
-            capacity = Capacity.of(by_row, plan.sinks, max(self.counts), self._capacities)
-        return PromptBudget(by_row, pinned, capacity)
+        if key not in self._budgets:
+            plan, lengths = plan.for_keys(*row_size), self.lengths
+            pinned = self.pinned.counts(len(lengths), plan.sinks)
+            by_row = expand_to_heads(budgets_by_row(plan, lengths, pinned), heads, part)
+            capacity = None
+            if self._capacities is not None:
+                capacity = Capacity.of(by_row, plan.sinks, max(self.counts), self._capacities)
+            self._budgets[key] = PromptBudget(by_row, pinned, capacity)
+        return self._budgets[key]
 
 
 def begin_prompt(
