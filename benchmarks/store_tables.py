@@ -32,7 +32,7 @@ def bits(options: Options) -> Iterator[Row]:
         out = text[0].new_empty(B, 1, H, D)
         contenders = [Contender(name, steps(text, k, k, out, layers))]
         for kind in KV_DTYPES:
-            more = k * 2 * D * dtype.itemsize // sum(stored_bytes(kind, D) or ())
+            more = k * 2 * D * dtype.itemsize // sum(stored_bytes(kind, D))
             longer = inputs.text(B, H, G, more + 33, D, dtype)
             contenders.append(Contender(kind, steps(text, k, k, out, layers, kv_dtype=kind)))
             ours = steps(longer, more, more, out, layers, kv_dtype=kind)

@@ -17,13 +17,11 @@ QUANTIZED: tuple[str, ...] = tuple(name for name in get_args(KvDtype) if name !=
 """Quantized formats of keys and values. A `kv_dtype` of None stores them in their own dtype."""
 
 
-def stored_bytes(kv_dtype: str | None, D: int) -> tuple[int, int] | None:
-    """(bytes of a stored key, bytes of a stored value) of D elements; None if not quantized.
+def stored_bytes(kv_dtype: str, D: int) -> tuple[int, int]:
+    """(bytes of a quantized key, bytes of a quantized value) of D elements.
 
     Raises: ValueError for a `kv_dtype` that does not support D.
     """
-    if kv_dtype is None:
-        return None
     if kv_dtype == "int8":
         return D + 2, D + 2
     if D % 32:
@@ -62,9 +60,9 @@ def bytes_per_token(
 
     `rows` is 2 (key and value) or 1 (a row that is both). Quantized keys with values have offsets.
     """
-    full, stored = rows * D * element, stored_bytes(kv_dtype, D)
-    held = full if stored is None else sum(stored[:rows])
-    offset = 0 if stored is None or rows == 1 else 2 * D
+    full = rows * D * element
+    held = full if kv_dtype is None else sum(stored_bytes(kv_dtype, D)[:rows])
+    offset = 0 if kv_dtype is None or rows == 1 else 2 * D
     return full, held + 8 + 4 * value_weighted, FIXED + offset
 
 

@@ -48,6 +48,7 @@ from h2o.slots import Slots, new_slots, sizes_of_keys
 from h2o.tensors import (
     check_memory,
     default_scale,
+    fill_in,
     get_4d_sizes,
     needs_check,
     new_tensors,
@@ -149,7 +150,7 @@ def attend(
     if fields:
         policy = resolve_policy(policy, fields, attend)
     backend = backends.backend_for(query)
-    scale, out, scores = _fill_in(query, keys, scale, out, float32=scores)
+    scale, out, scores = fill_in(query, keys, scale, out=out, scores=scores)
     backend.attend(
         query, keys, values, mask, slots, out, scores, scale, softcap, policy, sink_logits, None,
         None,
@@ -173,9 +174,7 @@ def log_sums(
     needed, this takes half the work of `attend`. Arguments are as in `attend`. None is modified.
     """
     check_memory(slots, query=query, keys=keys, mask=mask, sink_logits=sink_logits)
-    scale, out, scores = _fill_in(query, keys, scale, None, float32=None)
-    sizes = get_4d_sizes(query)
-    (sums,) = (None,) if sizes is None else new_tensors(query, (sizes[:3], "float32", None))
+    scale, out, scores, sums = fill_in(query, keys, scale, out=None, scores=None, sums=None)
     values = keys if slots is None or slots.values is not None else None
     backends.backend_for(query).attend(
         query, keys, values, mask, slots, out, scores, scale, softcap, PAPER, sink_logits, sums,
@@ -260,7 +259,7 @@ def step(
     if fields:
         policy = resolve_policy(policy, fields, step)
     backend = backends.backend_if_open(query)
-    # Not `_fill_in`: compiled steps run this in every layer for every new token, with both given.
+    # Not `fill_in`: compiled steps run this in every layer for every new token, with both given.
     sizes = get_4d_sizes(query) if out is None or scale is None else None
     if out is None and sizes is not None:
         B, H, Q, D = sizes
@@ -328,8 +327,8 @@ def simulate(
     if kv_dtype is not None:
         kind = {"kv_dtype": kv_dtype, "offsets": offsets}
         stored = _quantized(keys, values, prompt, mask, **kind)
-    scale, out, evicted_at, scores = _fill_in(
-        query, keys, scale, out, int32=evicted_at, float32=scores
+    scale, out, evicted_at, scores = fill_in(
+        query, keys, scale, out=out, evicted_at=evicted_at, scores=scores
     )
     backend.simulate(
         query, keys, values, mask, prompt, budget, out, evicted_at, scores,
@@ -374,23 +373,3 @@ def info() -> dict[str, Any]:
     device).
     """
     return backends.info()
-
-
-def _fill_in(
-    query: Tensor, keys: Tensor, scale: float | None, out: Tensor | None, **by_key: Tensor | None
-) -> Any:
-    """Return (scale, out [B, Q, H, D], each of `by_key` [B, G, Q]), replacing None by defaults. The
-    names in `by_key` are dtypes. Outputs stay None for tensors that the core will reject."""
-    sizes, key_sizes = get_4d_sizes(query), get_4d_sizes(keys)
-    if scale is None:
-        scale = default_scale(query, sizes)
-    if sizes is None or key_sizes is None:
-        return scale, out, *by_key.values()
-    (B, H, Q, D), G = sizes, key_sizes[1]
-    outputs = []
-    for dtype, output in {None: out, **by_key}.items():
-        if output is None:
-            shape = (B, G, Q) if dtype else (B, Q, H, D)
-            (output,) = new_tensors(query, (shape, dtype, None))
-        outputs.append(output)
-    return scale, *outputs

@@ -113,8 +113,8 @@ PER_ROW = tuple(name for name, kind in KINDS.items() if kind.shape.startswith("Z
 """Fields with an entry for each row."""
 
 
-EMPTY = dict.fromkeys(PER_ROW, 0) | {"positions": -1}
-"""Values of the `PER_ROW` fields, other than the budget, where no key is held."""
+EMPTY = dict.fromkeys(KINDS, 0) | {"positions": -1}
+"""Values of the fields, other than the budget, where no key is held."""
 
 
 def empty_row(slots: Slots, row: int) -> None:
@@ -202,28 +202,30 @@ def empty_slots(
     """`new_slots` for arguments that were checked when a cache was made. `budget`: `Slots.budget`;
     None: unlimited."""
     B, G, _, D = keys.shape
-    starts, budgets, slots = None, (B, 2), (B, G, capacity)
-    if isinstance(capacity, list):
-        (starts,) = new_tensors(keys, ((G + 1,), "int32", 0))
-        budgets, slots = (B, G, 2), (B, sum(capacity))
-        for g, end in enumerate(itertools.accumulate(capacity), start=1):
-            starts[g] = end
-    if budget is None:
-        (budget,) = new_tensors(keys, (budgets, "int32", UNLIMITED))
-        budget[..., 1] = 0
-    row_bytes = stored_bytes(kv_dtype, D)
-    dtype = None if row_bytes is None else "uint8"
-    key_size, value_size = row_bytes or (D, D)
-    shapes = {
+    ends = [0, *itertools.accumulate(capacity)] if isinstance(capacity, list) else []
+    slots = (B, ends[-1]) if ends else (B, G, capacity)
+    dtype, key_size, value_size = None, D, D
+    if kv_dtype is not None:
+        dtype, (key_size, value_size) = "uint8", stored_bytes(kv_dtype, D)
+    shapes: dict[str, tuple[Any, ...]] = {
         "keys": (*slots, key_size), "scores": slots, "positions": slots, "next_slot": (B, G),
         "seen_tokens": (B,), "evicted_score": (B, G),
     }  # fmt: skip
+    if budget is None:
+        shapes["budget"] = (B, G, 2) if ends else (B, 2)
+    if ends:
+        shapes["starts"] = (G + 1,)
     if not shared:
         shapes["values"] = (*slots, value_size)
     if value_weighted:
         shapes["norms"] = slots
-    if offsets and row_bytes is not None and not shared:
+    if offsets and kv_dtype is not None and not shared:
         shapes["offsets"] = (B, G, D)
     wanted = [(shape, KINDS[name].dtype or dtype, EMPTY[name]) for name, shape in shapes.items()]
-    made = dict(zip(shapes, new_tensors(keys, *wanted), strict=True))
-    return Slots(**{"values": None, "budget": budget, "starts": starts, **made})
+    fields: dict[str, Any] = {"values": None, "budget": budget}
+    fields |= zip(shapes, new_tensors(keys, *wanted), strict=True)
+    if budget is None:
+        fields["budget"][..., 0] = UNLIMITED
+    for g, end in enumerate(ends):
+        fields["starts"][g] = end
+    return Slots(**fields)

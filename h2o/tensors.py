@@ -65,6 +65,34 @@ def new_tensors(
     return made
 
 
+_OUTPUTS = {
+    "out": ("BQHD", None),
+    "scores": ("BGQ", "float32"),
+    "sums": ("BHQ", "float32"),
+    "evicted_at": ("BGQ", "int32"),
+}
+"""Shape and dtype of each output of an operation. None is the dtype of the query."""
+
+
+def fill_in(
+    query: Tensor, keys: Tensor, scale: float | None, **outputs: Tensor | None
+) -> tuple[Any, ...]:
+    """Return the scale and the `outputs`, replacing None by the default scale and by new tensors.
+    Outputs stay None for tensors that the core will reject."""
+    sizes, key_sizes = get_4d_sizes(query), get_4d_sizes(keys)
+    if scale is None:
+        scale = default_scale(query, sizes)
+    if sizes is not None and key_sizes is not None:
+        size_of = dict(zip("BHQDG", (*sizes, key_sizes[1]), strict=True))
+        wanted = {}
+        for name, output in outputs.items():
+            if output is None:
+                letters, dtype = _OUTPUTS[name]
+                wanted[name] = tuple(map(size_of.__getitem__, letters)), dtype, None
+        outputs |= zip(wanted, new_tensors(query, *wanted.values()), strict=True)
+    return scale, *outputs.values()
+
+
 def needs_check(leader: Tensor) -> bool:
     """Whether `check_memory` is likely to find anything, for a decode step, of which it would be a
     noticeable part. `leader`: the call's first tensor, whose library the others usually share."""

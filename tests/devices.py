@@ -81,8 +81,8 @@ def _contiguous(x: Tensor, memory_format: Any = torch.contiguous_format) -> Tens
     return x if x.is_contiguous() else x.clone(memory_format=memory_format)
 
 
-def _new_tensor(x: Tensor, numbers: Any) -> Tensor:
-    return x.new_empty(np.shape(numbers))
+def _new_tensor(x: Tensor, numbers: Any, dtype: torch.dtype | None = None) -> Tensor:
+    return x.new_empty(np.shape(numbers), dtype=dtype)
 
 
 def _at(x: Tensor, key: Any) -> Tensor:

@@ -179,6 +179,6 @@ class LayerPlan:
     def _pair_tokens(self, n: int, min_tokens: int) -> list[tuple[int, int]]:
         """`pairs` in tokens."""
         if not self.needs_prompt_length:
-            return [(int(heavy), int(recent)) for heavy, recent in self.pairs]
+            return list(self.pairs)  # type: ignore[arg-type]  # all are integers
         more = n, self.sinks, self.token_bytes, min_tokens, self.grows
         return [count_pair(pair, *more) for pair in self.pairs]

@@ -59,5 +59,6 @@ def check_supported(model: Any, h2o_config: H2OConfig, *, simulates: bool = Fals
     if simulates and fitted.score_by == "random":  # its budgets are those of any cache
         fitted = dataclasses.replace(fitted, score_by="sum")
     H2OCache(config, fitted)
-    if head := latent_row(config) or describe(config).get("head_dim"):
+    head = latent_row(config) or describe(config).get("head_dim")
+    if head and fitted.kv_dtype is not None:
         stored_bytes(fitted.kv_dtype, head)

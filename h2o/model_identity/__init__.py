@@ -18,13 +18,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from h2o.model_identity.files import files_fingerprint as files_fingerprint
 from h2o.model_identity.weights import (
+    Place,
     Weight,
     is_of_adapter,
+    places_of,
     plain_tensors,
     weights_inside,
     weights_of,
@@ -41,6 +43,9 @@ to float16, bfloat16 and four digits causes (0.3%), less than training causes.""
 
 NUMBERS = 6
 """Number of elements of a weight that samples and records have."""
+
+SAMPLED = 24
+"""Number of weights that a sample has elements of, and as many of adapters."""
 
 SAMPLE = 4096
 """Number of elements that a fingerprint takes from a tensor."""
@@ -140,19 +145,24 @@ def _text_config(config: Any) -> Any:
 def sample(model: Any) -> dict[str, list[float]]:
     """A few numbers from a few parameters of a model and of its active adapters, for
     `Profile.weights`."""
-    return {name: rounded(x) for name, x in sample_tensors(weights_of(model)).items()}
+    return {name: rounded(x) for name, x in sample_tensors(places_of(model)).items()}
 
 
-def sample_tensors(weights: Iterable[Weight]) -> dict[str, Any]:
-    """`sample` before `rounded`: tensors on the devices of the weights, for which nothing waits."""
-    own: list[Weight] = []
-    adapters: list[Weight] = []
-    for weight in weights:
-        (adapters if is_of_adapter(weight.name) else own).append(weight)
+def sample_tensors(places: Mapping[str, Place]) -> dict[str, Any]:
+    """`sample` before `rounded`: tensors on the devices of the weights, for which nothing waits.
+
+    Only the weights that are in the sample are read, up to `SAMPLED` of the model's own and up to
+    `SAMPLED` of its adapters', evenly spaced by name.
+    """
+    own: list[str] = []
+    adapters: list[str] = []
+    for name in sorted(places):
+        (adapters if is_of_adapter(name) else own).append(name)
     numbers = {}
-    for weight in (*_pick_evenly(own), *_pick_evenly(adapters)):
-        if (tensor := _numbers(weight)) is not None:
-            numbers[weight.name] = tensor
+    for names in (own, adapters):
+        for name in names[:: max(1, -(-len(names) // SAMPLED))]:
+            if (tensor := _numbers(places[name].read(name))) is not None:
+                numbers[name] = tensor
     return numbers
 
 
@@ -223,11 +233,6 @@ def _distance(values: Sequence[float], wanted: Sequence[float]) -> float:
     return 0.0 if apart <= TOLERANCE else apart
 
 
-def _pick_evenly(weights: list[Weight]) -> list[Weight]:
-    """Up to 24 weights, evenly spaced."""
-    return weights[:: max(1, -(-len(weights) // 24))]
-
-
 def _values(weight: Weight, numbers: int = NUMBERS) -> list[float] | None:
     """Evenly spaced numbers of a weight, `rounded`; None as for `_numbers`."""
     tensor = _numbers(weight, numbers)
@@ -242,9 +247,8 @@ def _numbers(weight: Weight, numbers: int = NUMBERS) -> Any:
         return None
     if tensor.is_meta or tensor.numel() < numbers or hasattr(tensor, "__tensor_flatten__"):
         return None
-    flat = tensor.reshape(-1)
-    step = flat.numel() // numbers
-    return weight.scale * flat[step // 2 :: step][:numbers].float()
+    step = tensor.numel() // numbers
+    return weight.scale * tensor.reshape(-1)[step // 2 : step * numbers : step].float()
 
 
 # ---- a record of each weight, for files of keys and values -----------------------------------

@@ -29,34 +29,62 @@ class Weight(NamedTuple):
     """Scaling factor of the adapter, or 1."""
 
 
+class Place(NamedTuple):
+    """Where a weight is. Nothing is read from disk or dequantized before `read`."""
+
+    module: Any
+    own: str
+    """The weight's name in the module"""
+    scale: float = 1.0
+    """Scaling factor of the adapter, or 1."""
+    is_packed: bool = False
+
+    def read(self, name: str) -> Weight:
+        """The weight that is called `name`. A packed tensor is dequantized. If accelerate offloads
+        a weight, its value is the one that it has during a pass."""
+        import torch
+
+        from h2o.compat_wrappers import accelerate_hooks, own_tensors
+
+        module, own, scale, is_packed = self
+        value: Any = own_tensors(module)[1][own] if is_packed else getattr(module, own)
+        value = value.dequantize() if value.is_quantized else value.detach()
+        for one in accelerate_hooks(module) if value.is_meta else ():
+            if (weights := getattr(one, "weights_map", None)) is not None:
+                value = torch.as_tensor(weights[own], device="cpu")
+                break
+        return Weight(name, value, hasattr(value, "full_tensor"), scale)
+
+
 def weights_of(model: Any) -> Iterator[Weight]:
     """Yield the weights of a model, sorted by name. Weights that accelerate keeps on disk are read
     one at a time."""
-    from h2o.compat_wrappers import innermost_model, own_tensors, prompt_encoders
-
-    places: dict[str, _Place] = {}
-    for number, tokens in enumerate(prompt_encoders(model)):
-        for name, module in tokens.named_modules():
-            for own in own_tensors(module)[0]:
-                places[_join(_segment(number), name, own)] = module, own, 1.0, False
-    return _read(places | _places_in(innermost_model(model)))
+    return (place.read(name) for name, place in sorted(places_of(model).items()))
 
 
 def weights_inside(module: Any) -> Iterator[Weight]:
     """Yield the weights of a module that is part of a model, and so has no wrappers, as
     `weights_of`."""
-    return _read(_places_in(module))
+    return (place.read(name) for name, place in sorted(places_inside(module).items()))
 
 
-_Place = tuple[Any, str, float, bool]
-"""A module, the name in it of a weight, the factor of its adapter, and whether it is packed"""
+def places_of(model: Any) -> dict[str, Place]:
+    """The places of a model's weights, by name."""
+    from h2o.compat_wrappers import innermost_model, own_tensors, prompt_encoders
+
+    places: dict[str, Place] = {}
+    for number, tokens in enumerate(prompt_encoders(model)):
+        for name, module in tokens.named_modules():
+            for own in own_tensors(module)[0]:
+                places[_join(_segment(number), name, own)] = Place(module, own)
+    return places | places_inside(innermost_model(model))
 
 
-def _places_in(model: Any) -> dict[str, _Place]:
+def places_inside(model: Any) -> dict[str, Place]:
     """The places of the weights of all modules by their names without adapters."""
     from h2o.compat_wrappers import adapter_layers, own_tensors
 
-    places: dict[str, _Place] = {}
+    places: dict[str, Place] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
     adapted = adapter_layers(modules)
     for name, module in modules.items():
@@ -66,25 +94,8 @@ def _places_in(model: Any) -> dict[str, _Place]:
             if adapted:
                 at_work = _name_and_scale(at_work[0], adapted)
             if at_work is not None:
-                places[at_work[0]] = module, own, at_work[1], own in packed
+                places[at_work[0]] = Place(module, own, at_work[1], own in packed)
     return places
-
-
-def _read(places: Mapping[str, _Place]) -> Iterator[Weight]:
-    """Yield the weights in these places, sorted by name. A packed tensor is dequantized. If
-    accelerate offloads a weight, its value is the one that it has during a pass."""
-    import torch
-
-    from h2o.compat_wrappers import accelerate_hooks, own_tensors
-
-    for name, (module, own, scale, is_packed) in sorted(places.items()):
-        value: Any = own_tensors(module)[1][own] if is_packed else getattr(module, own)
-        value = value.dequantize() if value.is_quantized else value.detach()
-        for one in accelerate_hooks(module) if value.is_meta else ():
-            if (weights := getattr(one, "weights_map", None)) is not None:
-                value = torch.as_tensor(weights[own], device="cpu")
-                break
-        yield Weight(name, value, hasattr(value, "full_tensor"), scale)
 
 
 def is_of_adapter(name: str) -> bool:

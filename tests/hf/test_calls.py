@@ -8,9 +8,9 @@ from h2o.hf.layers import layer
 from tools.count_calls import passes
 
 BOUNDS = {
-    "prompt, heavy, recent": (149, 27),
+    "prompt, heavy, recent": (134, 26),
     "step, heavy, recent": (46, 10),
-    "prompt, budget=0.2": (250, 34),
+    "prompt, budget=0.2": (208, 34),
     "step, budget=0.2": (46, 10),
 }
 

@@ -195,6 +195,19 @@ def test_pins_are_kept():
 
 
 @pytest.mark.parametrize("readings", [1, 2])
+def test_the_report_says_that_min_tokens_raised_the_budget(readings):
+    """A tenth of 70 tokens is less than 16 keys."""
+    (document,) = prompts(70)
+    repeat = {"repeat": REQUEST} if readings == 2 else {}
+    for least, is_floored in ((16, True), (0, False)):
+        config = H2OConfig(heavy=0.05, recent=0.05, sinks=2, min_tokens=least, ratio_of="prompt")
+        cache = h2o.compress_document(
+            shared("llama"), document, config, readings=readings, **repeat
+        )
+        assert cache.report().total.floored == is_floored
+
+
+@pytest.mark.parametrize("readings", [1, 2])
 @pytest.mark.parametrize("name", HYBRID[:1] + WITH_STATES[:1])
 def test_windows_and_states_of_a_row_know_no_padding(name, readings):
     ours, documents = shared(name), prompts(33, 40)

@@ -45,12 +45,12 @@ class Capacity:
         by_row: Budgets,
         sinks: int,
         tokens: int,
-        capacities: Callable[[list[int], int], list[int]],
+        size: Callable[[list[int], int], list[int]] | None = None,
     ) -> Capacity:
-        """Capacity for these budgets and rows of `tokens` tokens, with as many slots as a runner's
-        `capacities` says."""
-        widest = widest_budgets(by_row, sinks)
-        return cls(widest, capacities(widest, tokens))
+        """Capacity for these budgets and rows of `tokens` tokens. `size` is the `capacities` of a
+        runner; None: that of an eager one."""
+        widest = [sinks + max(map(sum, rows)) for rows in zip(*by_row, strict=True)]
+        return cls(widest, (size or capacities)(widest, tokens))
 
     def larger(self, tokens: int) -> Capacity:
         """Capacity for rows of `tokens` tokens, the next token and a reserve.
@@ -64,14 +64,6 @@ class Capacity:
 
 NO_CAPACITY = Capacity([0], [])
 """Capacity before the prompt."""
-
-
-def writable_slots(slots: ops.Slots) -> ops.Slots:
-    """Copy those tensors of the slots that were created under `torch.inference_mode`."""
-    for name, x in zip(slots._fields, slots, strict=True):
-        if x is not None and x.is_inference():
-            slots = slots._replace(**{name: writable(x)})
-    return slots
 
 
 def writable(tensor: Tensor) -> Tensor:
@@ -96,21 +88,11 @@ def sizes(slots: ops.Slots) -> list[int]:
     return slots.starts.diff().tolist()
 
 
-def widest_budgets(by_row: Budgets, sinks: int) -> list[int]:
-    """The largest budget k of any row, per head or for all heads."""
-    return [sinks + max(map(sum, rows)) for rows in zip(*by_row, strict=True)]
-
-
 def create_slots(keys: Tensor, sizes: list[int], by_row: Budgets, **kind: Any) -> ops.Slots:
     """Create slots for keys like `keys` [B, G, any, D]. `sizes`: `Capacity.sizes`. `kind`: other
     arguments of `empty_slots`."""
-    budget = as_budget(by_row).to(keys.device)
+    budget = keys.new_tensor(by_row, dtype=torch.int32).squeeze(1)
     return empty_slots(keys, sizes[0] if len(sizes) == 1 else sizes, budget=budget, **kind)
-
-
-def as_budget(by_row: Budgets) -> Tensor:
-    """`Slots.budget` for these budgets, on the CPU."""
-    return torch.tensor(by_row, dtype=torch.int32, device="cpu").squeeze(1)
 
 
 def heads(tensor: Tensor, slots: ops.Slots, sizes: list[int]) -> list[Tensor]:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from h2o.model_identity import rounded, sample_tensors, weights_difference
-from h2o.model_identity.weights import weights_inside
+from h2o.model_identity.weights import places_inside
 
 
 class WeightsOrigin:
@@ -40,7 +40,7 @@ class WeightsOrigin:
             ValueError: the module's weights differ from those of the module that began the text.
         """
         if begins or self._sample is None:
-            self._sample = sample_tensors(weights_inside(module))
+            self._sample = sample_tensors(places_inside(module))
         elif reason := weights_difference(module, {x: rounded(y) for x, y in self._sample.items()}):
             raise ValueError(
                 f"another model computed the keys in this cache: {reason} in the first layer with "

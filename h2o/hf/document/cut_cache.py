@@ -11,7 +11,7 @@ from h2o import ops
 from h2o.config import H2OConfig
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.cache_state import slot_layout
-from h2o.hf.cache_state.slot_layout import Budgets
+from h2o.hf.cache_state.slot_layout import Budgets, Capacity
 from h2o.hf.cache_state.trace import find_evicted
 from h2o.hf.conversation.pins import PinnedRows
 from h2o.hf.layers.layer import H2OLayer
@@ -111,7 +111,8 @@ def cut_cache(
         )  # fmt: skip
         layer.store(prompt, budget)
         layer.slots.scores.sub_(2 * (layer.slots.scores >= 2))
-        layer.slots.budget.copy_(slot_layout.as_budget(_later(budget, budgets)))
+        held = layer.slots.budget
+        held.copy_(held.new_tensor(_later(budget, budgets)).view_as(held))
         source.empty()
     return cache
 
@@ -146,8 +147,7 @@ def _keys_to_keep(
     budgets: Budgets,
 ) -> Tensor:  # fmt: skip
     """Whether eviction by a policy keeps a key, [B, G, K] bool; also True at padding."""
-    widest = slot_layout.widest_budgets(budgets, policy.sinks)
-    sizes = slot_layout.capacities(widest, keys.shape[2])
+    sizes = Capacity.of(budgets, policy.sinks, keys.shape[2]).sizes
     slots = slot_layout.create_slots(
         keys, sizes, budgets, value_weighted=policy.value_weighted, shared=values is None
     )

@@ -40,10 +40,8 @@ class LayerFacts(NamedTuple):
     """D, and bytes per element in the model's dtype"""
     part: tuple[int, int] = tensor_parallel.WHOLE
     """The part of the model's heads in this process (`h2o.hf.model_traits.tensor_parallel`)"""
-    raised: bool = False
-    """Whether a budget below one token was rounded up to one"""
-    floored: bool = False
-    """Whether a head may keep `min_tokens` keys, more than its fraction"""
+    lost_pool: bool = False
+    """Whether a head got none of the slots that all heads share, and keeps `min_tokens` keys"""
     has_removed: bool = False
     """Whether `H2OCache.evict` has removed keys. Of the text that remains, sinks and recent tokens
     may have been evicted before"""
@@ -187,7 +185,12 @@ class BaseLayer(CacheLayerMixin):
         self.set_slots(slots, Capacity(widest.tolist(), self.capacity.sizes))
 
     def set_slots(self, slots: ops.Slots | None, capacity: Capacity) -> None:
-        self.slots = None if slots is None else slot_layout.writable_slots(slots)
+        """Hold these slots, or none. Tensors made under `torch.inference_mode` are copied."""
+        if slots is not None:
+            for name, x in zip(slots._fields, slots, strict=True):
+                if x is not None and x.is_inference():
+                    slots = slots._replace(**{name: slot_layout.writable(x)})
+        self.slots = slots
         self.capacity = capacity
         self.is_initialized = slots is not None
         batch = None if slots is None else slots.scores if slots.rows is None else slots.rows
@@ -340,6 +343,8 @@ class BaseLayer(CacheLayerMixin):
         kept = slot_layout.by_head(slots, sizes, "positions", -1) >= 0
         pinned = kept & (slot_layout.by_head(slots, sizes, "scores") == PINNED)
         scores = slots.scores[slots.positions >= 0]
+        plan = self.plan.for_keys(*self.token_size)
+        counted = {row.counted for row in self.guard.state.rows} - {0}
         return LayerReport(
             layer=self.layer_idx,
             kind="h2o",
@@ -353,8 +358,8 @@ class BaseLayer(CacheLayerMixin):
             bytes_bookkeeping=sum(stored[2:]),
             mass_evicted=slots.evicted_score.sum().item(),
             mass_kept=scores[scores < PINNED].cpu().double().sum().item(),
-            raised=self.facts.raised,
-            floored=self.facts.floored,
+            raised=any(map(plan.is_rounded_up, counted)),
+            floored=self.facts.lost_pool or any(map(plan.is_floored, counted)),
             unscored=self.guard.state.unscored,
         )
 

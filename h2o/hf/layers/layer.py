@@ -254,7 +254,7 @@ class H2OLayer(BaseLayer):
             prompt.keys, prompt.values, prompt.scores, slots, mask=prompt.mask, policy=self.policy
         )
         self.set_slots(slots, capacity)
-        self.facts = self.facts._replace(raised=prompt.budget.raised, floored=prompt.budget.floored)
+        self.facts = self.facts._replace(lost_pool=prompt.lost_pool)
         self.guard.layer_stored(self.layer_idx, slots.seen_tokens)
         if self.trace is not None:
             self.trace.record(slots, capacity.sizes, prompt.columns, prompt.column_mask)

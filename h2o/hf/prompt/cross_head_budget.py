@@ -60,6 +60,8 @@ class Prompt(NamedTuple):
     """Budgets of the layer's heads before it gets slots from the pool"""
     centers_keys: bool = True
     """Whether slots get offsets if keys are quantized"""
+    lost_pool: bool = False
+    """Whether a head got no slots from the pool, so that it keeps `min_tokens` keys"""
 
 
 ROOM = 1.125
@@ -266,9 +268,7 @@ def _share(waiting: list[_Waiting], pool: list[int]) -> Iterator[tuple[Any, Prom
         budgets = add_slots(first.floor, counts)
         prompt = first.whole()
         has_none = any(n == 0 for heads in counts for n in heads)
-        if first.plan.floor and has_none:
-            prompt = prompt._replace(budget=prompt.budget._replace(floored=True))
-        yield first.layer, prompt, budgets
+        yield first.layer, prompt._replace(lost_pool=bool(first.plan.floor and has_none)), budgets
 
 
 def positions_in(mask: Tensor | None, scores: Tensor) -> tuple[Tensor, Tensor]:

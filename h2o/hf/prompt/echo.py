@@ -73,7 +73,7 @@ def largest(
     log_sums = _NeededLogSums(grouped, keys, how) if is_bounded else _HeldKeys(keys, how)
     for first in range(0, n, rows):
         asked = grouped[:, :, first : first + rows]
-        near = how.apply_softcap(_nearest(asked, keys[:, first : first + rows + BEFORE], how.scale))
+        near = _nearest(asked, keys[:, first : first + rows + BEFORE], how)
         best = _highest_by_key(near - log_sums.compute(asked, near))[:, : n - first]
         part = logs[:, first : first + best.shape[1]]
         torch.maximum(part, best, out=part)
@@ -87,12 +87,6 @@ class _Logits(NamedTuple):
     softcap: float
     sink_logits: Tensor | None
 
-    def apply_softcap(self, logits: Tensor) -> Tensor:
-        """Apply the softcap in place."""
-        if self.softcap:
-            logits.div_(self.softcap).tanh_().mul_(self.softcap)
-        return logits
-
     def sinks(self, asked: Tensor) -> Tensor | None:
         """Sink logits [G, R * m] of queries [G, R, m, D]."""
         G, R, m, _ = asked.shape
@@ -101,8 +95,8 @@ class _Logits(NamedTuple):
         return self.sink_logits.view(G, R, 1).expand(G, R, m).flatten(1)
 
 
-def _nearest(asked: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """Scaled products of each query with the keys of its own token and of the next `BEFORE` tokens.
+def _nearest(asked: Tensor, keys: Tensor, how: _Logits) -> Tensor:
+    """Logits of each query for the keys of its own token and of the next `BEFORE` tokens.
 
     One batched matrix product multiplies tiles of queries and keys. The products that are wanted
     are the diagonals of these tiles.
@@ -120,13 +114,16 @@ def _nearest(asked: Tensor, keys: Tensor, scale: float) -> Tensor:
     queries[:, :m] = asked.transpose(1, 2)
     behind = asked.new_zeros(G, tiles * TILE + BEFORE, D, dtype=torch.float32)
     behind[:, : keys.shape[1]] = keys
-    windows = behind.mul_(scale).unfold(1, TILE + BEFORE, TILE)  # [G, tiles, D, TILE + BEFORE]
+    windows = behind.mul_(how.scale).unfold(1, TILE + BEFORE, TILE)  # [G, tiles, D, TILE + BEFORE]
     products = queries.view(G, tiles, TILE * R, D) @ windows
     of_group, of_tile, of_row, _ = products.stride()
     diagonals = products.as_strided(
         (BEFORE + 1, G, R, tiles, TILE), (1, of_group, of_row, of_tile, R * of_row + 1)
     )
-    return diagonals.flatten(3)[..., :m]
+    logits = diagonals.flatten(3)[..., :m]
+    if how.softcap:
+        logits.div_(how.softcap).tanh_().mul_(how.softcap)
+    return logits
 
 
 def _highest_by_key(of_queries: Tensor) -> Tensor:

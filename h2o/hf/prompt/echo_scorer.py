@@ -133,7 +133,9 @@ class PromptEcho:
         """Echo of the tokens in a first pass, [B, G, Q] float32; 0 at padding."""
         B, G, Q, _ = tokens.key.shape
         echo = torch.zeros(B, G, Q, dtype=torch.float32, device=tokens.key.device)
-        longest = self._longest(tokens)
+        longest = 0  # number of tokens in the longest row, if the rotary angles depend on it
+        if self.is_rotated and self.rotary.by_length:
+            longest = Q if tokens.mask is None else int(tokens.mask.sum(1).max())
         for b in range(B):
             real = slice(None) if tokens.mask is None else tokens.mask[b].bool()
             query, key = tokens.query[b][:, real], tokens.key[b][:, real]
@@ -146,9 +148,3 @@ class PromptEcho:
                 scale=tokens.scale, softcap=tokens.softcap, sink_logits=tokens.sink_logits,
             )  # fmt: skip
         return echo
-
-    def _longest(self, tokens: NewTokens) -> int:
-        """Number of tokens in the longest row if the rotary angles depend on it, otherwise 0."""
-        if not (self.is_rotated and self.rotary.by_length):
-            return 0
-        return tokens.key.shape[2] if tokens.mask is None else int(tokens.mask.sum(1).max())

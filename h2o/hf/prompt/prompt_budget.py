@@ -34,10 +34,6 @@ class PromptBudget(NamedTuple):
     """(heavy, recent) of each row, one pair per head or a single pair for all heads"""
     pinned: list[int]
     """Number of pinned keys in each row beyond the sinks; every head keeps them"""
-    raised: bool = False
-    """Whether a fraction came to less than one token in some row, and was raised to one"""
-    floored: bool = False
-    """Whether `min_tokens` gave some head of some row more keys than its fraction"""
     capacity: Capacity | None = None
     """Slots for these budgets, if layers share them. None: each computes its own"""
 
@@ -81,21 +77,15 @@ class PromptRows:
         """
         of_layer = None if plan.shares is None else plan.layer
         key = plan.heavy, plan.recent, of_layer, heads, part, row_size
-        if (known := self._budgets.get(key)) is None:
-            known = self._budgets[key] = self._compute(plan.for_keys(*row_size), heads, part)
-        return known
-
-    def _compute(self, plan: LayerPlan, heads: int, part: tuple[int, int]) -> PromptBudget:
-        lengths, pinned = self.lengths, self.pinned.counts(len(self.lengths), plan.sinks)
-        by_row = expand_to_heads(budgets_by_row(plan, lengths, pinned), heads, part)
-        raised = floored = False
-        if plan.needs_prompt_length:
-            given = {*lengths} - {0}
-            raised, floored = any(map(plan.is_rounded_up, given)), any(map(plan.is_floored, given))
-        capacity = None
-        if self._capacities is not None:
-            capacity = Capacity.of(by_row, plan.sinks, max(self.counts), self._capacities)
-        return PromptBudget(by_row, pinned, raised, floored, capacity)
+        if key not in self._budgets:
+            plan, lengths = plan.for_keys(*row_size), self.lengths
+            pinned = self.pinned.counts(len(lengths), plan.sinks)
+            by_row = expand_to_heads(budgets_by_row(plan, lengths, pinned), heads, part)
+            capacity = None
+            if self._capacities is not None:
+                capacity = Capacity.of(by_row, plan.sinks, max(self.counts), self._capacities)
+            self._budgets[key] = PromptBudget(by_row, pinned, capacity)
+        return self._budgets[key]
 
 
 def begin_prompt(
@@ -167,17 +157,14 @@ def grow_budgets(layers: Iterable[Any], before: list[int], after: list[int]) -> 
     growth, earlier = Growth.of(before, after), []
     for layer in layers:
         known = layer.plan, layer.num_heads, layer.facts.part, layer.token_size
-        earlier.append((layer, layer.slots.budget, layer.facts))
+        earlier.append((layer, layer.slots.budget))
         gains = growth.gains(*known)
         if any(any(pair) for row in gains for pair in row):
             layer.put_budget(layer.raised_budget(gains))
-        budget = growth.after.budget(*known)
-        layer.facts = layer.facts._replace(raised=budget.raised, floored=budget.floored)
 
     def take_back() -> None:
-        for layer, budget, facts in earlier:
+        for layer, budget in earlier:
             layer.put_budget(budget)
-            layer.facts = facts
 
     return take_back
 

@@ -75,8 +75,7 @@ def simulate_tokenwise(
     real = _find_real(text)
     order = real.cumsum(1) - 1
     positions = order.masked_fill(~real, -1)[:, None]
-    widest = slot_layout.widest_budgets(_last_budgets(by_row, growth), policy.sinks)
-    sizes = slot_layout.capacities(widest, N)
+    sizes = slot_layout.Capacity.of(_last_budgets(by_row, growth), policy.sinks, N).sizes
     slots = slot_layout.create_slots(
         text.key, sizes, by_row, value_weighted=policy.value_weighted,
         kv_dtype=plan.config.kv_dtype, shared=text.value is None,
@@ -261,13 +260,13 @@ class VisibleKeys(NamedTuple):
         P, N = call.query.shape[2], call.key.shape[2]
         key, value = call.key.detach().float(), call.value.detach().float()
         stored = None
-        if sizes := stored_bytes(self.kv_dtype, key.shape[-1]):
+        if self.kv_dtype is not None:
             in_prompt = self._in_prompt(call, N)
             offsets = None
             if should_center(key, call.softcap, call.sink_logits):
                 first = in_prompt if call.mask is None else in_prompt & call.mask.bool()
                 offsets = offsets_of(key, first.expand(len(key), -1))
-            stored = round_to_bytes(key, value, sizes, offsets)
+            stored = round_to_bytes(key, value, stored_bytes(self.kv_dtype, key.shape[-1]), offsets)
         parts = []
         for first in range(0, P, ROWS):
             rows = slice(first, min(first + ROWS, P))
