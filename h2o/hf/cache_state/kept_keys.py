@@ -144,21 +144,10 @@ class Kept(NamedTuple):
             parts.append(f"<p>Only the first {ROWS} rows and heads are shown.</p>")
         return '<div style="font:12px monospace">' + "".join(parts) + "</div>"
 
-    def _held(
-        self, tokenizer: Any, input_ids: Any, row: int, head: int | None, attention_mask: Any
-    ) -> tuple[dict[int, dict[int, float]], list[str]]:
-        """The scores of a row by position and head, and the text of each token of the row."""
-        from h2o.utils.draw import pieces
-
-        B, G, _ = self.positions.shape
+    def row_ids(self, input_ids: Any, row: int, attention_mask: Any) -> Tensor:
+        """The ids [n] of one row on the CPU, without its padding. For the arguments see `tokens`."""
+        B = len(self.positions)
         row = check_index("row", row, B, "row")
-        positions, scores = self.positions[row].tolist(), self.scores[row].tolist()
-        heads = range(G) if head is None else [check_index("head", head, G, "head")]
-        held: dict[int, dict[int, float]] = {}
-        for g in heads:
-            for position, score in zip(positions[g], scores[g], strict=True):
-                if position >= 0:
-                    held.setdefault(position, {})[g] = score
         given = check_ids("input_ids", input_ids)
         if len(given) not in (1, B):
             raise ValueError(f"input_ids has {len(given)} rows; expected [n] or [{B}, n]")
@@ -174,6 +163,24 @@ class Kept(NamedTuple):
                     f"attention_mask has {len(mask)} columns, more than the {len(ids)} of input_ids"
                 )
             ids = torch.cat([ids[: len(mask)][mask], ids[len(mask) :]])
+        return ids
+
+    def _held(
+        self, tokenizer: Any, input_ids: Any, row: int, head: int | None, attention_mask: Any
+    ) -> tuple[dict[int, dict[int, float]], list[str]]:
+        """The scores of a row by position and head, and the text of each token of the row."""
+        from h2o.utils.draw import pieces
+
+        B, G, _ = self.positions.shape
+        row = check_index("row", row, B, "row")
+        positions, scores = self.positions[row].tolist(), self.scores[row].tolist()
+        heads = range(G) if head is None else [check_index("head", head, G, "head")]
+        held: dict[int, dict[int, float]] = {}
+        for g in heads:
+            for position, score in zip(positions[g], scores[g], strict=True):
+                if position >= 0:
+                    held.setdefault(position, {})[g] = score
+        ids = self.row_ids(input_ids, row, attention_mask)
         if (last := max(held, default=-1)) >= len(ids):
             raise ValueError(
                 f"input_ids has {len(ids)} tokens in row {row}, but the cache holds position "
