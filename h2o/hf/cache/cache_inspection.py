@@ -19,7 +19,7 @@ from h2o.arguments.plain_values import check_index
 from h2o.compat import window_of
 from h2o.config import PARAMETERS, H2OConfig
 from h2o.hf.cache_state import recurrent_states
-from h2o.hf.cache_state.kept_keys import Kept, KeptToken
+from h2o.hf.cache_state.kept_keys import Kept, KeptToken, row_ids
 from h2o.hf.cache_state.report import LayerReport, Report, explain_growth, has_outgrown
 from h2o.hf.conversation.pass_guard import PassGuard, in_use_elsewhere
 from h2o.hf.layers.layer import H2OLayer
@@ -135,7 +135,7 @@ class CacheInspection(Cache):
         kept = self.kept(layer)
         row = check_index("row", row, len(kept.positions), "row")
         found = kept.tokens(tokenizer, input_ids, row=row, head=head, attention_mask=attention_mask)
-        ids = kept.row_ids(input_ids, row, attention_mask)
+        ids = row_ids(len(kept.positions), input_ids, row, attention_mask)
         seen = self.guard.state.text.change_rows(lambda x: x[row : row + 1])
         (count,) = seen.counts() or [0]
         if seen.differing_rows(ids[None, :count], None):
