@@ -141,7 +141,7 @@ class H2OLayer(BaseLayer):
             tokens = NewTokens(query, key, value, call.mask, call.scale, call.softcap, sinks)
             if self.variant.convert is not None:
                 tokens = self.variant.convert(self, tokens, call)
-            if not compiling and state.moved_back:
+            if not compiling and self.facts.has_removed:
                 query, key = (move_forward(self, x) for x in (tokens.query, tokens.key))
                 tokens = tokens._replace(query=query, key=key)
             if is_prompt:
