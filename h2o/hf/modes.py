@@ -294,7 +294,7 @@ TESTED: tuple[tuple[Mode, tuple[Mode, ...], str], ...] = (
         (M.CROP, M.TURNS, M.FORK, M.FILE, M.ROW_MOVES),
         "tests/hf/test_compress.py::test_it_goes_on_as_any_other_cache",
     ),
-    (M.NAMED_SPANS, (M.BITS, M.FEW_BITS, M.AUTOCAST), f"{SPANS}::test_keys_are_rotated_as_stored"),
+    (M.NAMED_SPANS, (M.BITS, M.FEW_BITS, M.AUTOCAST), f"{SPANS}::test_keys_stay_as_stored"),
     (M.NAMED_SPANS, (M.REREADING,), f"{SPANS}::test_a_compressed_document"),
     (
         M.NAMED_SPANS,

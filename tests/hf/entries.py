@@ -133,6 +133,12 @@ FIELDS = {
     "min_tokens": A(0, odd.integer, least=0),
     "positions": A("cache_relative", odd.choice),
 }
+OF_TOKENS = {
+    "row": A(1, odd.index, length=2),
+    "head": A(1, odd.index, length=2),
+    "input_ids": A(PAIR.tolist(), odd.batch_of_ids),
+    "attention_mask": A(torch.ones_like(PAIR).bool(), odd.mask_of_any_length),
+}
 
 
 ENTRIES: dict[str, Entry] = {
@@ -228,9 +234,9 @@ ENTRIES: dict[str, Entry] = {
         of_cache(H2OCache.evicted_at), {"layer": A(1, odd.index, length=2)}
     ),
     "H2OCache.tokens": Entry(
-        of_cache(lambda x, **y: x.tokens(tokenizer(), **{"input_ids": PAIR, **y})),
-        {"layer": A(1, odd.index, length=2)},
-        ("tokenizer", "input_ids"),
+        of_cache(lambda x, **y: x.tokens(tokenizer(), **{"input_ids": PAIR, "layer": 1, **y})),
+        {"layer": A(1, odd.index, length=2), **OF_TOKENS},
+        ("tokenizer",),
     ),
     "H2OCache.report": Entry(of_cache(lambda x: x.report().as_dict()), {}),
     "H2OCache.is_prompt_only": Entry(of_cache(lambda x: x.is_prompt_only()), {}),
@@ -239,13 +245,7 @@ ENTRIES: dict[str, Entry] = {
     ),
     **{
         f"Kept.{name}": Entry(
-            of_kept(name),
-            {
-                "row": A(1, odd.index, length=2), "head": A(1, odd.index, length=2),
-                "input_ids": A(PAIR.tolist(), odd.batch_of_ids),
-                "attention_mask": A(torch.ones_like(PAIR).bool(), odd.mask_of_any_length),
-            },
-            ("tokenizer",),
+            of_kept(name), OF_TOKENS, ("tokenizer",),
         )
         for name in ("tokens", "highlight")
     },

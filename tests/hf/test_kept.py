@@ -73,6 +73,27 @@ def test_tokens(held, row, head):
         assert token.heads == [g for g, x in zip(heads, where, strict=True) if x.any()]
 
 
+def test_tokens_of_another_text(held):
+    """Positions count the text that the cache has seen, so another one would give wrong words."""
+    cache, inputs, out = held
+    given = {"row": 1, "attention_mask": inputs["attention_mask"]}
+    with pytest.raises(ValueError, match=r"row 1 are not the text .* attention_mask if rows"):
+        cache.tokens(Digits(), out, 1, row=1)
+    assert cache.tokens(Digits(), out[1, 8:], 1, row=1) == cache.tokens(Digits(), out, 1, **given)
+    shorter = cache.fork()
+    shorter.batch_select_indices([1, 0])
+    with pytest.raises(ValueError, match="row 0 are not the text"):
+        shorter.tokens(Digits(), out, 1)
+    shorter.batch_select_indices([1])
+    shorter.evict([(2, 5)], ids=out[:1])
+    with pytest.raises(ValueError, match=r"row 0 .* without the spans that evict\(\) removed"):
+        shorter.tokens(Digits(), out[:1], 1)
+    left = h2o.without_spans(out[0], [(2, 5)])
+    assert [x.text for x in shorter.tokens(Digits(), left, 1)] == [
+        f"{left[0, x.position]}," for x in shorter.tokens(Digits(), left, 1)
+    ]
+
+
 def test_a_layer_has_one_name():
     """A layer's number must have the same name in all methods of h2o's own."""
     for call in (

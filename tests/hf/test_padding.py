@@ -218,13 +218,14 @@ LATE = {
     "shared echo": {"budget": 0.5, "min_tokens": 0},
     "echo": {"heavy": 8, "recent": 4, "score_by": "mean-echo"},
     "fractions of an unknown prompt": {"heavy": 0.3, "recent": 0.2, "min_tokens": 0},
+    "pins of an unknown prompt": {"heavy": 40, "recent": 4, "pinned": "prompt"},
 }
 
 
 @pytest.mark.parametrize("name", LATE)
 def test_a_row_whose_prompt_begins_after_the_first_pass(name):
     """The first pass has only its padding, so that neither echo nor the length of its prompt would
-    be known. It must be refused before anything is stored."""
+    be known, which also decides what is pinned. It must be refused before anything is stored."""
     ours, rows = shared("llama"), prompts(20, 31)
     inputs = padded(rows, "left")
     cache = H2OCache(ours.config, **LATE[name])
@@ -235,7 +236,7 @@ def test_a_row_whose_prompt_begins_after_the_first_pass(name):
     assert_unchanged(cache, before)
     cache.reset()
     read(ours, cache, inputs, 0, 12, 16, 31)
-    if name.startswith("fractions"):  # generate() knows the whole prompt
+    if "unknown" in name:  # generate() knows the whole prompt
         cache.reset()
         greedy(ours, inputs, 2, prefill_chunk_size=8, **with_cache(cache))
         alone = H2OCache(ours.config, **LATE[name])

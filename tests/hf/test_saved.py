@@ -317,7 +317,7 @@ def test_flipped_bits(written):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ({"layout": 9}, "was written in layout 9, but this version of h2o reads layout"),
+        ({"layout": 99}, "was written in layout 99, but this version of h2o reads layout"),
         ({"kind": "h2o profile"}, "wanted 'h2o cache'"),
         ({"layers": []}, "has 0 layers, but the model has 2"),
         ({"layers": [{"seen": 40}] * 2}, "layer 0 was written by another version.*widest"),

@@ -10,6 +10,7 @@ from h2o.compat import with_cache
 from h2o.evaluation.published_masks import MASKS
 from h2o.hf.layers.layer import H2OLayer
 from h2o.spans import subtract, without
+from tests.hf.program_models import model_of
 from tests.hf.tiny import batch, prompts, shared
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
@@ -48,7 +49,7 @@ def by_cache(model, ids, config, prompt, evict, **more):
 
 
 def check(family, config, prompt=20, evict=EVICT, **more):
-    ours, texts = shared(family), prompts(50, 38)
+    ours, texts = model_of(family), prompts(50, 38)
     for made in (batch(texts), batch(texts[:1])):
         mask = made["attention_mask"]
         given = {**made, "position_ids": (mask.cumsum(1) - 1).clamp(min=0), "use_cache": False}
@@ -78,6 +79,11 @@ def test_it_answers_as_a_cache(name):
 def test_other_families(family):
     evict = {20: [(3, 6), (7, 9)], 31: [(1, 8), (12, 14)]}
     check(family, H2OConfig(**POLICIES["sums"]), evict=evict)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "int8-int4", "int4"])
+def test_quantized_keys_stay_as_stored(kv_dtype):
+    check("llama, wide", H2OConfig(heavy=7, recent=4, kv_dtype=kv_dtype))
 
 
 def test_pins_stay():

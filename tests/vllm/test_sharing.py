@@ -81,7 +81,7 @@ def test_a_prefix_is_read_once(name, chunk, llama, monkeypatch):
         assert worker_prompts(llm).requests == before + 1
 
 
-# An H2OCache rotates stored keys back, and rounds those in bytes once more.
+# Keys that are stored in bytes were not compared yet.
 @pytest.mark.parametrize("name", sorted({*ENTRIES} - {"stored in bytes"}))
 @pytest.mark.parametrize("chunk", [256, 32])
 def test_a_request_forgets_a_part_of_its_prefix(name, chunk, llama, monkeypatch):

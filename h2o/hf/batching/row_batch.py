@@ -58,7 +58,8 @@ class RowBatch:
         self.tokens = [0] * rows
         """Number of tokens that each row has seen; 0 if the row is idle"""
         self.offsets = [0] * rows
-        """Difference between each row's next position and its number of tokens"""
+        """Difference between each row's next position and its number of tokens. After `evict` the
+        position is that of the text with the removed tokens, as in the keys of the row"""
         self.growing: dict[int, GrowingRow] = {}
         """The rows whose budget follows their text"""
         self._selected_rows: list[int] = []
@@ -84,7 +85,7 @@ class RowBatch:
         for row, source_row, n in zip(rows, source_rows, tokens, strict=True):
             self.tokens[row] = n
             state = joining.guard.state.row(source_row)
-            self.offsets[row] = state.offset or 0
+            self.offsets[row] = (state.offset or 0) + state.moved_back
             if joining.guard.grows:
                 self.growing[row] = GrowingRow(joining.guard.plans, state.counted)
         B, longest = len(self.tokens), max(self.tokens)

@@ -19,7 +19,7 @@ from h2o.arguments.plain_values import check_index
 from h2o.compat import window_of
 from h2o.config import PARAMETERS, H2OConfig
 from h2o.hf.cache_state import recurrent_states
-from h2o.hf.cache_state.kept_keys import Kept, KeptToken
+from h2o.hf.cache_state.kept_keys import Kept, KeptToken, row_ids
 from h2o.hf.cache_state.report import LayerReport, Report, explain_growth, has_outgrown
 from h2o.hf.conversation.forward_pass import in_use_elsewhere
 from h2o.hf.conversation.pass_guard import PassGuard
@@ -109,7 +109,16 @@ class CacheInspection(Cache):
         """
         return self._h2o_layer(layer).kept()
 
-    def tokens(self, tokenizer: Any, input_ids: Any, layer: int, **which: Any) -> list[KeptToken]:
+    def tokens(
+        self,
+        tokenizer: Any,
+        input_ids: Any,
+        layer: int,
+        *,
+        row: int = 0,
+        head: int | None = None,
+        attention_mask: Any = None,
+    ) -> list[KeptToken]:
         """Return the tokens that a layer holds as text, with positions and scores.
 
         ```python
@@ -118,11 +127,25 @@ class CacheInspection(Cache):
             print(token.position, repr(token.text), token.score)
         ```
 
-        `input_ids` must contain everything that the cache has seen. For the keyword arguments
-        `row`, `head` and `attention_mask` see `h2o.hf.cache_state.kept_keys.Kept.tokens`. Raises
-        the errors of that method and of `kept`.
+        `input_ids` must begin with everything that the cache has seen, which is checked. For the
+        keyword arguments see `h2o.hf.cache_state.kept_keys.Kept.tokens`.
+
+        Raises: the errors of that method and of `kept`. ValueError if the row has seen other
+        tokens.
         """
-        return self.kept(layer).tokens(tokenizer, input_ids, **which)
+        kept = self.kept(layer)
+        row = check_index("row", row, len(kept.positions), "row")
+        found = kept.tokens(tokenizer, input_ids, row=row, head=head, attention_mask=attention_mask)
+        ids = row_ids(len(kept.positions), input_ids, row, attention_mask)
+        seen = self.guard.state.text.change_rows(lambda x: x[row : row + 1])
+        (count,) = seen.counts() or [0]
+        if seen.differing_rows(ids[None, :count], None):
+            raise ValueError(
+                f"input_ids of row {row} are not the text that the cache has seen. Pass all of it, "
+                "without the spans that evict() removed, and attention_mask if rows are padded. "
+                "After a beam search the cache holds the beams that were searched last"
+            )
+        return found
 
     def evicted_at(self, layer: int) -> Tensor:
         """Return when each key of a layer was evicted. Requires `H2OCache(..., trace=True)`.

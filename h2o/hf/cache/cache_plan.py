@@ -63,7 +63,7 @@ class CachePlan:
         self.drops_cache_after = drops_cache_after(config)
         """See `h2o.hf.support.drops_cache_after`"""
         self.rotaries = Rotaries(config)
-        """Moves stored keys when tokens are removed"""
+        """Rotates new tokens as stored keys are, after tokens were removed"""
         self.kinds = self._traits.kinds
         self.number_of_states = {
             index: layer.number_of_states
@@ -125,6 +125,7 @@ class CachePlan:
                     variant=self._variant(index, angles),
                     scorer=self._scorer(index, echo),
                     runner=CapturedRunner() if compileable else EagerRunner(),
+                    rotaries=self.rotaries,
                     trace=trace,
                     **more,
                 )

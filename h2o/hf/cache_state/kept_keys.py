@@ -159,21 +159,7 @@ class Kept(NamedTuple):
             for position, score in zip(positions[g], scores[g], strict=True):
                 if position >= 0:
                     held.setdefault(position, {})[g] = score
-        given = check_ids("input_ids", input_ids)
-        if len(given) not in (1, B):
-            raise ValueError(f"input_ids has {len(given)} rows; expected [n] or [{B}, n]")
-        ids = given[row if len(given) == B else 0].cpu()
-        if attention_mask is not None:
-            if len(getattr(attention_mask, "shape", ())) == 1:
-                attention_mask = attention_mask[None]
-            wanted = len(given), None
-            masks = check_mask("attention_mask", attention_mask, wanted, "as input_ids", "cpu")
-            mask = masks[row if len(given) == B else 0]
-            if len(mask) > len(ids):
-                raise ValueError(
-                    f"attention_mask has {len(mask)} columns, more than the {len(ids)} of input_ids"
-                )
-            ids = torch.cat([ids[: len(mask)][mask], ids[len(mask) :]])
+        ids = row_ids(B, input_ids, row, attention_mask)
         if (last := max(held, default=-1)) >= len(ids):
             raise ValueError(
                 f"input_ids has {len(ids)} tokens in row {row}, but the cache holds position "
@@ -189,6 +175,27 @@ class Kept(NamedTuple):
         matrix = scores.new_full((len(positions), n + 1), torch.nan)
         matrix.scatter_(1, positions % (n + 1), scores)  # empty entries go to the last column
         return matrix[:, :n]
+
+
+def row_ids(B: int, input_ids: Any, row: int, attention_mask: Any) -> Tensor:
+    """The ids [n] of one of B rows on the CPU, without its padding. For the other arguments see
+    `Kept.tokens`."""
+    given = check_ids("input_ids", input_ids)
+    if len(given) not in (1, B):
+        raise ValueError(f"input_ids has {len(given)} rows; expected [n] or [{B}, n]")
+    ids = given[row if len(given) == B else 0].cpu()
+    if attention_mask is not None:
+        if len(getattr(attention_mask, "shape", ())) == 1:
+            attention_mask = attention_mask[None]
+        wanted = len(given), None
+        masks = check_mask("attention_mask", attention_mask, wanted, "as input_ids", "cpu")
+        mask = masks[row if len(given) == B else 0]
+        if len(mask) > len(ids):
+            raise ValueError(
+                f"attention_mask has {len(mask)} columns, more than the {len(ids)} of input_ids"
+            )
+        ids = torch.cat([ids[: len(mask)][mask], ids[len(mask) :]])
+    return ids
 
 
 def _cap_pinned_scores(scores: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 The later text was written with the removed tokens before it. What stays therefore keeps its
 distance to later tokens, while the cache counts columns and positions as in the text without the
-spans: `H2OCache.evict` moves all kept keys back by as many positions as the next token moves.
+spans: the next token moves back, and its rotation in `H2OCache` layers does not.
 
 Shape letters as in `h2o.hf`, and n columns.
 """
@@ -89,6 +89,7 @@ class Removal(NamedTuple):
                     pinned=None if row.pinned is None else without(row.pinned, removed),
                     padding=row.padding + n - self.columns,
                     removed=row.removed + n,
+                    moved_back=row.moved_back + shift,
                 )
             )
         return state._replace(

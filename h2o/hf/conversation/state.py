@@ -49,6 +49,9 @@ class RowState(NamedTuple):
     """Number of tokens that a fractional budget is a fraction of now. 0 before the prompt."""
     removed: int = 0
     """Number of tokens that `H2OCache.evict` has removed. Nothing else counts them."""
+    moved_back: int = 0
+    """By how many positions `H2OCache.evict` has moved the next token back. Stored keys keep their
+    rotation, so new queries and keys are rotated forward by as many positions."""
 
 
 class CacheState(NamedTuple):
@@ -84,6 +87,12 @@ class CacheState(NamedTuple):
     def ends_in_padding(self) -> bool:
         """Whether the last column was padding in some row."""
         return any(row.ends_in_padding for row in self.rows)
+
+    @property
+    def moved_back(self) -> list[int]:
+        """`RowState.moved_back` of each row, or a single one for all; empty if all are 0."""
+        moved = [row.moved_back for row in self.rows]
+        return moved if any(moved) else []
 
     @property
     def prompts(self) -> list[int] | None:

@@ -25,6 +25,7 @@ from h2o.hf.cache_state.slot_layout import Budgets, Capacity
 from h2o.hf.cache_state.trace import Trace
 from h2o.hf.conversation.pass_guard import PassGuard
 from h2o.hf.conversation.state import broadcast
+from h2o.hf.layers.named_eviction import move_forward
 from h2o.hf.layers.pass_runners import EagerRunner
 from h2o.hf.layers.plain_variant import PlainVariant
 from h2o.hf.model_traits import tensor_parallel
@@ -61,6 +62,7 @@ class BaseLayer(CacheLayerMixin):
     Args:
         plan: the layer's budgets, and the config of all layers.
         guard: shared by all layers of a cache.
+        rotaries: the rotary embeddings of the cache's layers (`h2o.hf.layers.named_eviction`).
         trace: whether to record when each key is evicted.
     """
 
@@ -79,6 +81,7 @@ class BaseLayer(CacheLayerMixin):
         variant: PlainVariant | None = None,
         scorer: PromptEcho | None = None,
         runner: EagerRunner | None = None,
+        rotaries: Any = None,
         trace: bool = False,
     ) -> None:
         super().__init__()
@@ -88,6 +91,7 @@ class BaseLayer(CacheLayerMixin):
         self.variant: Any = variant or PlainVariant()
         self.scorer = scorer
         self.runner: Any = runner or EagerRunner()
+        self.rotaries = rotaries
         self.trace = Trace() if trace else None
         self.empty()
 
@@ -325,7 +329,7 @@ class BaseLayer(CacheLayerMixin):
         keys, values = from_stored(dequantize(rows[0], D), dequantize(rows[-1], D), added)
         if added is not None:
             keys = keys.masked_fill((positions < 0)[..., None], 0)
-        return self.variant.unpack_rows(keys, values)
+        return self.variant.unpack_rows(move_forward(self, keys, -1), values)
 
     @property
     def token_size(self) -> tuple[int, int, int]:

@@ -35,6 +35,7 @@ from h2o.hf.conversation.forward_pass import disagreement_message
 from h2o.hf.conversation.pass_guard import WITHOUT_CACHE
 from h2o.hf.layers.base_layer import BaseLayer
 from h2o.hf.layers.crop import record_pass
+from h2o.hf.layers.named_eviction import move_forward
 from h2o.hf.layers.slot_check import CHECKS_SLOTS, check_slots
 from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.modes import Mode, check_modes
@@ -142,6 +143,9 @@ class H2OLayer(BaseLayer):
             tokens = NewTokens(query, key, value, call.mask, call.scale, call.softcap, sinks)
             if self.variant.convert is not None:
                 tokens = self.variant.convert(self, tokens, call)
+            if not compiling and self.facts.has_removed:
+                query, key = (move_forward(self, x) for x in (tokens.query, tokens.key))
+                tokens = tokens._replace(query=query, key=key)
             if is_prompt:
                 if tensor_parallel.is_distributed():
                     self.facts = self.facts._replace(part=tensor_parallel.part(call.module))

@@ -2,7 +2,10 @@
 
 A layer without the tokens looks as if it had never seen them: positions count the tokens that stay,
 which are in the lowest slots. What stays keeps its distance to later tokens. Those will be as many
-positions lower as tokens were removed, so all stored keys are rotated back by that number.
+positions lower as tokens were removed. Their queries and keys are therefore rotated forward by that
+number (`move_forward`). Stored keys are not rotated, since each rotation would round them once
+more, and keys in four bits would soon be lost. Sliding windows, which hold a key for a short time
+and in the model's dtype, are rotated back instead.
 
 A head may then hold fewer keys than its budget allows. Later tokens fill the room.
 
@@ -14,11 +17,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from h2o import ops
 from h2o.errors import UnsupportedError
-from h2o.hf.cache_state import slot_layout
 from h2o.hf.cache_state.slot_layout import Capacity
 from h2o.hf.cache_state.slot_removal import remove_tokens
 from h2o.hf.conversation.named_removal import Removal
@@ -26,7 +27,6 @@ from h2o.hf.layers.cache_relative_variant import CacheRelativeVariant
 from h2o.hf.model_traits.layer_kinds import free_keys_before_window, kind_of
 from h2o.hf.modes import REREAD
 from h2o.hf.rotary.model_rotary import ModelRotary, find_rotary
-from h2o.quantization import dequantize, from_stored, stored_like, to_stored
 
 
 class Rotaries:
@@ -35,12 +35,16 @@ class Rotaries:
     def __init__(self, config: Any) -> None:
         """`config`: the model's config, which must not be modified later."""
         self._config = config
+        self._known: dict[tuple[str, int], ModelRotary | None] = {}
 
     def __deepcopy__(self, memo: Any) -> Rotaries:
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_known": {}}
+
     def of(self, layer: Any, index: int) -> ModelRotary | None:
-        """The rotary embedding that moves a layer's stored keys. None if positions do not show in
+        """The rotary embedding of the keys that a layer stores. None if positions do not show in
         them.
 
         Raises:
@@ -48,7 +52,13 @@ class Rotaries:
         """
         if isinstance(getattr(layer, "variant", None), CacheRelativeVariant):
             return None
-        found = find_rotary(self._config, str(kind_of(layer)))
+        key = str(kind_of(layer)), index
+        if key not in self._known:
+            self._known[key] = self._find(*key)
+        return self._known[key]
+
+    def _find(self, kind: str, index: int) -> ModelRotary | None:
+        found = find_rotary(self._config, kind)
         if isinstance(found, ModelRotary) and not found.by_length:
             return found if index in found.rotated_layers else None
         reason = "its rotary angles depend on the length of the text"
@@ -90,7 +100,7 @@ def remove(layers: Sequence[Any], rotaries: Rotaries, removal: Removal, longest:
             if kind_of(layer) == "sliding":
                 _remove_from_window(layer, removal, angles[index])
             elif layer.slots is not None:
-                _remove_from_slots(layer, removal, longest, angles[index])
+                _remove_from_slots(layer, removal, longest)
     except BaseException:
         for layer, attributes in before:  # no tensor was written to
             vars(layer).update(attributes)
@@ -101,37 +111,28 @@ def _remove_from_window(layer: Any, removal: Removal, rotary: ModelRotary | None
     """Make a layer of transformers' own, with a sliding window, count the remaining text only."""
     layer.cumulative_length -= removal.columns
     if rotary is not None and layer.is_initialized:
-        layer.keys = rotary.move_back(layer.keys, removal.shifts)
+        layer.keys = rotary.move(layer.keys, [-shift for shift in removal.shifts])
         free_keys_before_window(layer)
 
 
-def _remove_from_slots(
-    layer: Any, removal: Removal, longest: int, rotary: ModelRotary | None
-) -> None:
-    """Remove tokens from an `H2OLayer`. `rotary`: None if positions do not show in its keys."""
+def _remove_from_slots(layer: Any, removal: Removal, longest: int) -> None:
+    """Remove tokens from an `H2OLayer`."""
     sizes = layer.capacity.sizes
-    slots = layer.slots if rotary is None else _move_back(layer, removal, rotary)
     left = layer.runner.capacities(widest := layer.capacity.widest, longest)
     if layer.guard.state.unscored:  # keys of a DynamicCache have no budget yet
         left = [longest + 1]
     capacity = Capacity(widest, left)
-    slots = remove_tokens(slots, sizes, capacity.sizes, removal.rows, layer.policy)
+    slots = remove_tokens(layer.slots, sizes, capacity.sizes, removal.rows, layer.policy)
     layer.set_slots(slots, capacity)
     layer.facts = layer.facts._replace(has_removed=True)
     layer.last = None
 
 
-def _move_back(layer: Any, removal: Removal, rotary: ModelRotary) -> ops.Slots:
-    """The slots of a layer with rotated keys. Quantized keys are rounded once more."""
-    slots, sizes, (D, _) = layer.slots, layer.capacity.sizes, layer.facts.row_size
-    before = after = slots.offsets
-    if before is not None:  # what is subtracted from a key is rotated like the key
-        after = rotary.move_back(before, removal.shifts)
-    keys = torch.empty_like(slots.keys)
-    parts = (slot_layout.heads(x, slots, sizes) for x in (slots.keys, keys))
-    for g, (stored, moved) in enumerate(zip(*parts, strict=True)):
-        then, now = (None if x is None else x[:, g : g + 1] for x in (before, after))
-        held, _ = from_stored(dequantize(stored, D), None, then)
-        back = rotary.move_back(held, removal.shifts)[:, None]
-        moved.copy_(stored_like(to_stored(back, None, now)[0][:, 0], stored))
-    return slots._replace(keys=keys, offsets=after)
+def move_forward(layer: Any, x: Tensor, sign: int = 1) -> Tensor:
+    """Rotate new queries or keys [B, heads, n, D] of an `H2OLayer` to the positions that they would
+    have if no tokens had been removed, as stored keys have. `sign`: -1 rotates stored ones back."""
+    moved = layer.guard.state.moved_back
+    if not moved or (rotary := layer.rotaries.of(layer, layer.layer_idx)) is None:
+        return x
+    each = [sign * distance for distance in moved for _ in range(len(x) // len(moved))]
+    return rotary.move(x, each)

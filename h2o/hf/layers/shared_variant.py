@@ -28,6 +28,7 @@ from h2o.hf.attention.attention_call import (
     as_autocast,
     as_operand,
 )
+from h2o.hf.layers.named_eviction import move_forward
 from h2o.hf.layers.plain_variant import PlainVariant
 from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.model_traits.tagged_tensor import TaggedTensor, plain
@@ -115,7 +116,7 @@ class SharedVariant(PlainVariant):
         new, slots, in_step = attended
         query, *_ = as_autocast(call.query, plain(call.key), call.value)
         P, Q, dtype = query.shape[2], new.key.shape[2], query.dtype
-        query = query.detach().to(new.key.dtype)
+        query = move_forward(layer, query.detach()).to(new.key.dtype)
         sinks = as_operand(call.sink_logits)
         if slots is None and P < Q and not call.softcap and sinks is None:
             return _last_queries(query, new, call).to(dtype)

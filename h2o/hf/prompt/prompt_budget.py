@@ -285,26 +285,29 @@ def resolve_pins(
 
 def check_late_rows(guard: PassGuard, tokens: list[int], mask: Tensor) -> None:
     """Check the rows that had only padding in all passes so far and now get the beginning of their
-    prompt. Budgets that are fractions of an unknown prompt, and echo, are those of the first pass.
+    prompt. Budgets that are fractions of an unknown prompt, pins that cover one, and echo, are
+    those of the first pass.
 
     Args:
         tokens: tokens of each row before the pass, or a single number for all rows.
         mask: [B, Q] of the new columns, 0 at padding.
 
     Raises:
-        ValueError: the budget or the scores of such a row would not be those that it has alone.
+        ValueError: the budget, pins or scores of such a row would not be those that it has alone.
     """
     has_echo = any(plan.config.score_by == "mean-echo" for plan in guard.plans.values())
     for row, (before, new) in enumerate(broadcast(tokens, mask.bool().sum(1).tolist())):
-        prompt = guard.state.row(row).prompt or 0
-        is_late = before == 0 and new > 0 and max(prompt, new) > 1
-        if is_late and (has_echo or (guard.needs_prompt_length and not prompt)):
+        if before or not new:
+            continue
+        prompt, reason = guard.state.row(row).prompt or 0, ""
+        if not prompt and guard.pins.needs_prompt_length:
+            reason = 'pinned="prompt" pins the tokens in that pass'
+        elif has_echo and max(prompt, new) > 1:
+            reason = 'score_by="mean-echo" scores prompts in that pass'
+        elif not prompt and guard.needs_prompt_length and new > 1:
+            reason = "its budget is a fraction of the tokens in that pass"
+        if reason:
             least = guard.state.columns + int(mask[row].bool().long().argmax()) + 1
-            reason = (
-                'score_by="mean-echo" scores prompts in that pass'
-                if has_echo
-                else "its budget is a fraction of the tokens in that pass"
-            )
             raise ValueError(
                 f"row {row} had only padding in the first forward pass, and {reason}. Call "
                 f"cache.reset() and prefill at least {least} columns in the first pass "

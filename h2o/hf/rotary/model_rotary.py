@@ -118,6 +118,9 @@ def _find(text: Any, kind: str) -> ModelRotary | str:
         return f"its rotation of keys is not known: {error}"
 
 
+_NO_ROWS: tuple[Any, Any] = (None, None)
+
+
 class ModelRotary:
     """The rotary embedding of a language model, made by `find_rotary`.
 
@@ -139,6 +142,7 @@ class ModelRotary:
         self.most = text.max_position_embeddings
         self._table: Tensor | None = None
         self._shifts: dict[tuple[int, int], Tensor] = {}
+        self._rows: tuple[Any, Any] = _NO_ROWS
         self._modules: dict[torch.device, Any] = {}  # copies of the rotary module by device
         self._layer = -1
         self._ids: Tensor | None = None
@@ -221,7 +225,7 @@ class ModelRotary:
         D = self._run_embedding(_ZERO, torch.float32)[0].shape[-1]
         if (frequencies := getattr(self.module, "inv_freq", None)) is not None:
             D = 2 * len(frequencies)  # some tables have each cosine only once
-        self.width, self._shifts = D, {}
+        self.width, self._shifts, self._rows = D, {}, _NO_ROWS
         if D % 2:
             raise LookupError(f"{D} elements are rotated, which is an odd number")
         ids = torch.tensor([[0, 1, 7]], dtype=torch.long, device="cpu")
@@ -278,17 +282,26 @@ class ModelRotary:
             self._shifts[distance, length] = angles / torch.linalg.vector_norm(angles, dim=0)
         return self._shifts[distance, length]
 
-    def move_back(self, keys: Tensor, distances: Sequence[int]) -> Tensor:
-        """Rotate keys [B, ..., D], in the model's order of elements, to positions that are lower by
-        a distance for each row."""
-        angles = torch.stack([self.shift(distance) for distance in distances]).to(keys.device)
-        angles = angles * angles.new_tensor([[1.0], [-1.0]])  # cosines, and sines of the opposite
-        between = [1] * (keys.ndim - 2)
-        moved = rotate(self.halves(keys), angles.view(len(angles), *between, *angles.shape[1:]))
+    def move(self, x: Tensor, distances: Sequence[int]) -> Tensor:
+        """Rotate queries or keys [B, ..., D], in the model's order of elements, to positions that
+        are higher by a distance for each row, or lower if it is negative."""
+        angles = self._angles_of_rows((*distances,), x.device)
+        between = [1] * (x.ndim - 2)
+        moved = rotate(self.halves(x), angles.view(len(angles), *between, *angles.shape[1:]))
         if not self.adjacent:
             return moved
         pairs = moved[..., : self.width].unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
         return torch.cat([pairs, moved[..., self.width :]], dim=-1)
+
+    def _angles_of_rows(self, distances: tuple[int, ...], device: torch.device) -> Tensor:
+        """Angles [B, 2, F]. Those of the last call are kept, since all layers ask for the same."""
+        asked, angles = self._rows
+        if asked != (distances, device):
+            signs = [[[1.0], [-1.0 if distance < 0 else 1.0]] for distance in distances]
+            each = torch.stack([self.shift(abs(distance)) for distance in distances])
+            angles = (each * each.new_tensor(signs)).to(device)
+            self._rows = (distances, device), angles
+        return angles
 
     def inverse_angles(self, ids: Tensor, dtype: torch.dtype, layer: int) -> Tensor | None:
         """Angles [B or 1, 1, Q, 2, F] that undo the model's rotation of keys in the order of
@@ -323,7 +336,7 @@ class ModelRotary:
 
     def __getstate__(self) -> dict[str, Any]:
         forgotten = {"_ids": None, "_inverse_angles": None, "_table": None, "_shifts": {}}
-        return {**self.__dict__, **forgotten}
+        return {**self.__dict__, **forgotten, "_rows": _NO_ROWS}
 
     def __deepcopy__(self, memo: Any) -> ModelRotary:
         """A copy for another cache. It shares the rotary module, which is never changed."""
