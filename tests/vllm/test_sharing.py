@@ -81,8 +81,7 @@ def test_a_prefix_is_read_once(name, chunk, llama, monkeypatch):
         assert worker_prompts(llm).requests == before + 1
 
 
-# Keys that are stored in bytes were not compared yet.
-@pytest.mark.parametrize("name", sorted({*ENTRIES} - {"stored in bytes"}))
+@pytest.mark.parametrize("name", ENTRIES)
 @pytest.mark.parametrize("chunk", [256, 32])
 def test_a_request_forgets_a_part_of_its_prefix(name, chunk, llama, monkeypatch):
     """It answers as an H2OCache that has removed these tokens. Requests that share the prefix, at
