@@ -144,11 +144,12 @@ def format_result(result: dict[str, Any], costs: list[Cost]) -> str:
     place = machine["name"]
     if machine["device"] == "cpu":
         place += f", {machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
+    texts = result["texts"]
     versions = ", ".join(f"{name} {x}" for name, x in result["versions"].items() if x)
     return "\n".join(
         [
             f"{result['model']}, {result['dtype']}, on {place}",
-            f"{result['texts']} texts of {result['length']} tokens",
+            f"{texts} text{'s' if texts > 1 else ''} of {result['length']} tokens",
             "",
             table(header, rows),
             "",

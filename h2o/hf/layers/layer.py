@@ -144,7 +144,9 @@ class H2OLayer(BaseLayer):
             if self.variant.convert is not None:
                 tokens = self.variant.convert(self, tokens, call)
             if not compiling and self.facts.has_removed:
-                query, key = (move_forward(self, x) for x in (tokens.query, tokens.key))
+                heads = tokens.query.shape[1], tokens.key.shape[1]
+                both = move_forward(self, torch.cat([tokens.query, tokens.key], dim=1))
+                query, key = both.split(heads, dim=1)
                 tokens = tokens._replace(query=query, key=key)
             if is_prompt:
                 if tensor_parallel.is_distributed():
