@@ -57,6 +57,18 @@ FAULTS = (
         "FROM_DYNAMIC PADDING",
     ),
     Fault(
+        f"{TEXT}/named_removal.py",
+        "moved_back=row.moved_back + shift,",
+        "moved_back=shift,",
+        test="tests/hf/test_named_eviction.py::test_what_stays_answers_as_if_the_rest_were_hidden",
+    ),
+    Fault(
+        f"{BATCHING}/row_batch.py",
+        "(state.offset or 0) + state.moved_back",
+        "state.offset or 0",
+        test="tests/hf/test_request_evict.py::test_each_request_answers_as_a_fork_without_its_spans",
+    ),
+    Fault(
         "hf/cache/cache.py",
         "self._change_rows(lambda x: x[rows.to(x.device)])",
         "self._change_rows(lambda x: x[rows.sort().values.to(x.device)])",
