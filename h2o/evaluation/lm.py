@@ -84,8 +84,8 @@ class H2OLM(HFLM):
             `recent`, ... Without any budget it is 0.2.
         prompt_length: number of tokens before the first eviction ("simulate" only).
 
-    Fractions are of the prompt: the context, the document in it, or in simulation the first
-    `prompt_length` tokens. In simulation without a prompt they are of the text.
+    Fractions are of the prompt (the context, the document in it, or in simulation the first
+    `prompt_length` tokens), of the text so far (`ratio_of="seen"`), or of a text without a prompt.
     """
 
     def __init__(

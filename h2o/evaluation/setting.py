@@ -86,8 +86,10 @@ class Setting:
 
     @property
     def ratio_of(self) -> str:
-        """What the fractions of its budget are fractions of; "prompt" if it has none."""
-        return self.config.ratio_of if self.config.needs_prompt_length else "prompt"
+        """What the fractions of its budget are fractions of; "prompt" if it has none. The budgets
+        of masks and of random keys are constant."""
+        is_constant = self.is_mask or self.is_random or not self.config.needs_prompt_length
+        return "prompt" if is_constant else self.config.ratio_of
 
     @property
     def reads_twice(self) -> bool:
@@ -188,6 +190,8 @@ def parse(text: str) -> Setting:
                 raise ValueError(f"{twice} is given twice: remove one of the two")
             fields |= given
         config = dataclasses.replace(config, **fields)
+        if config.score_by == "random" and config.ratio_of == "seen":
+            raise ValueError("random keys need a constant budget: leave out ratio_of=seen")
     except (TypeError, ValueError) as error:
         raise ValueError(f"setting {text!r}: {error} (h2o eval --help lists all)") from None
     return Setting(text, variant, config)

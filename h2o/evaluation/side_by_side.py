@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -139,7 +140,8 @@ def compare(
     of_any = next(iter(measured.values()))
     if protocol == "drop":
         notes[:0] = one_token_notes(of_any["tally"], settings)
-    units = dict.fromkeys(of_any["config"]["h2o"]["fractions_of"].values())
+    each = (x["config"]["h2o"]["fractions_of"].values() for x in measured.values())
+    units = dict.fromkeys(itertools.chain(*each))
     if "window" in units:
         notes[:0] = without_prompt_notes(settings, WINDOW_REMEDY)
     elif protocol == "simulate" and prompt_length == 1:
@@ -207,6 +209,7 @@ def measure(
         logged.sort(key=lambda sample: sample["doc_id"])  # several processes take turns
     tally = sum((count_requests(lm, tasks[task], x) for task, x in samples.items()), Tally())
     units = {name: getattr(task, "unit", lm.ratio_of) for name, task in tasks.items()}
+    units = {name: lm.setting.ratio_of if x == "prompt" else x for name, x in units.items()}
     results["config"]["model_args"] = config.model_args
     results["config"]["h2o"] = how | vars(tally) | {"fractions_of": units, "provenance": origin}
     tracked = tracker.general_config_tracker  # which has no name for a loaded model

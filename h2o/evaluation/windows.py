@@ -3,9 +3,9 @@
 The text is divided into independent windows. In each window the model predicts every token but the
 first, and eviction starts with the first token. With a prompt, which is prefilled whole and then
 cut, only tokens whose prediction the cut can change are scored: all after the first token that
-follows the prompt. Fractional budgets are then fractions of the prompt, as in `generate()`. Two
-protocols give the same numbers: the simulation, with one forward pass per window, and the real
-cache, with one token at a time.
+follows the prompt. Fractional budgets are then fractions of the prompt, or with `ratio_of="seen"`
+of the text so far, as in `generate()`. Two protocols give the same numbers: the simulation, with
+one forward pass per window, and the real cache, with one token at a time.
 """
 
 from __future__ import annotations

@@ -147,6 +147,7 @@ def test_what_sees_the_future_is_marked():
         "calibrated-reread:0.2",
         "h2o:0.2/value_weighted=perhaps",
         "h2o:0.2/sinks=4/sinks=8",
+        "random:0.2/ratio_of=seen",
     ],
 )
 def test_refused(text):

@@ -169,6 +169,14 @@ def test_without_a_prompt_there_is_no_echo(folder, text, tmp_path, capsys, proto
         assert ("echo:20: there is no prompt, and so no echo" in out) == is_noted
 
 
+def test_the_title_says_what_fractions_are_of(folder, text, tmp_path, capsys):
+    settings = "full,h2o:0.1+0.1,h2o:0.1+0.1/ratio_of=seen"
+    arguments = ["--compare", settings, "--window", 100, "--prompt-length", 60]
+    assert run(folder, text, tmp_path, *arguments) == 0
+    title = capsys.readouterr().out.splitlines()[0]
+    assert title.endswith("fractions of the prompt or the text so far")
+
+
 def test_a_last_window_without_tokens_to_score_is_left_out(tokenizer):
     ids = tokenizer(TEXT)["input_ids"]
     rest = len(ids) - 300

@@ -64,8 +64,8 @@ FAULTS = (
     ),
     Fault(
         f"{BATCHING}/row_batch.py",
-        "(state.offset or 0) + state.moved_back",
-        "state.offset or 0",
+        "(state.moved_back if is_rotated else 0)",
+        "0",
         test="tests/hf/test_request_evict.py::test_each_request_answers_as_a_fork_without_its_spans",
     ),
     Fault(

@@ -10,7 +10,7 @@ import h2o
 from h2o import H2OCache, H2OConfig, UnsupportedError
 from h2o.compat import with_cache
 from tests.hf.hidden import logits_without
-from tests.hf.tiny import greedy, prompts, shared
+from tests.hf.tiny import greedy, llama, prompts, shared
 
 DOCUMENT, *QUESTIONS = prompts(40, 3, 9, 5, 6, seed=4)
 SPANS = [(5, 20), (22, 24)]
@@ -108,3 +108,16 @@ def test_models_that_cannot_forget():
     ours = shared("deepseek_v3")
     with pytest.raises(UnsupportedError, match="part of a latent row"):
         answers(ours, prefix_of(ours, SMALL))
+
+
+def test_keys_without_rotation_do_not_move():
+    """The positions of a text with removed tokens would exceed those of a rope that depends on the
+    length of the text."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    ours = llama(2, max_position_embeddings=64, rope_parameters=rope)
+    prefix = prefix_of(ours, H2OConfig(heavy=12, recent=8, positions="cache_relative"))
+    prefix.evict([(5, 35)], ids=DOCUMENT)
+    left = torch.cat([h2o.without_spans(DOCUMENT, [(5, 35)]), QUESTIONS[0]], 1)
+    how = {"rows": 1, "max_new_tokens": 30, "prefix": prefix}
+    (result,) = h2o.generate_all(ours, [left[0].tolist()], **how)
+    assert result.ids == greedy(ours, {"input_ids": left}, 30, **with_cache(prefix))[0].tolist()

@@ -59,7 +59,7 @@ class RowBatch:
         """Number of tokens that each row has seen; 0 if the row is idle"""
         self.offsets = [0] * rows
         """Difference between each row's next position and its number of tokens. After `evict` the
-        position is that of the text with the removed tokens, as in the keys of the row"""
+        position is that of the text with the removed tokens, as in stored keys that are rotated"""
         self.growing: dict[int, GrowingRow] = {}
         """The rows whose budget follows their text"""
         self._selected_rows: list[int] = []
@@ -82,10 +82,11 @@ class RowBatch:
             source_rows: the row of `joining` for each of `rows`.
             tokens: number of tokens that each of them has seen, without padding.
         """
+        is_rotated = self.cache.config.positions == "original"
         for row, source_row, n in zip(rows, source_rows, tokens, strict=True):
             self.tokens[row] = n
             state = joining.guard.state.row(source_row)
-            self.offsets[row] = (state.offset or 0) + state.moved_back
+            self.offsets[row] = (state.offset or 0) + (state.moved_back if is_rotated else 0)
             if joining.guard.grows:
                 self.growing[row] = GrowingRow(joining.guard.plans, state.counted)
         B, longest = len(self.tokens), max(self.tokens)

@@ -143,7 +143,7 @@ class H2OLayer(BaseLayer):
             tokens = NewTokens(query, key, value, call.mask, call.scale, call.softcap, sinks)
             if self.variant.convert is not None:
                 tokens = self.variant.convert(self, tokens, call)
-            if not compiling and self.facts.has_removed:
+            if self.facts.has_removed and state.moved_back and not compiling:
                 heads = tokens.query.shape[1], tokens.key.shape[1]
                 both = move_forward(self, torch.cat([tokens.query, tokens.key], dim=1))
                 query, key = both.split(heads, dim=1)

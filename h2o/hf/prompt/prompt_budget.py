@@ -157,14 +157,16 @@ def grow_budgets(layers: Iterable[Any], before: list[int], after: list[int]) -> 
     growth, earlier = Growth.of(before, after), []
     for layer in layers:
         known = layer.plan, layer.num_heads, layer.facts.part, layer.token_size
-        earlier.append((layer, layer.slots.budget))
+        earlier.append((layer, layer.slots.budget, layer.facts))
+        layer.facts = layer.facts._replace(lost_pool=False)  # every head has gained keys
         gains = growth.gains(*known)
         if any(any(pair) for row in gains for pair in row):
             layer.put_budget(layer.raised_budget(gains))
 
     def take_back() -> None:
-        for layer, budget in earlier:
+        for layer, budget, facts in earlier:
             layer.put_budget(budget)
+            layer.facts = facts
 
     return take_back
 
