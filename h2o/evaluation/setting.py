@@ -48,8 +48,8 @@ A number with a point is a fraction of the text, one without is a number of toke
 follow after slashes, as in h2o:0.1+0.1/sinks=4/score_by=mean/value_weighted=true; there are
 {", ".join(OPTIONS)}.
 Only real caches can have positions=cache_relative. head_shares must be echo, and needs
-score_by=mean-echo. By default min_tokens is 0, and ratio_of is prompt: a budget is constant. In a
-simulation without a prompt, fractions are always of the whole text."""
+score_by=mean-echo. By default min_tokens is 0, and ratio_of is prompt: a budget is constant.
+Without a prompt, fractions of a simulated text are always of the whole text."""
 
 CONSTANT: dict[str, Any] = {"min_tokens": 0, "ratio_of": "prompt"}
 """Fields of settings that differ from H2OConfig's defaults, so that the budget of a measurement is

@@ -22,7 +22,8 @@ def unlike_any_other():
     """A state in which each field differs from its default, and each row from the others."""
     text = SeenText(torch.tensor([[5, 6, 7], [20, 17, 20]]))
     rows = tuple(
-        RowState(-n, False, n == 1, 30 + n, [(n, n + 2)], n, 40 + n, 60 + n) for n in range(1, 4)
+        RowState(-n, False, n == 1, 30 + n, [(n, n + 2)], n, 40 + n, 60 + n, 70 + n)
+        for n in range(1, 4)
     )
     return CacheState(20, 19, 18, True, True, 50, rows, text)
 
