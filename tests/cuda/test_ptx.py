@@ -262,6 +262,19 @@ def test_products_of_matrices(launch, dtype):
     assert np.array_equal(x.reshape(32, 4), 16 * (column + 1) + 1)
 
 
+def test_lanes_that_wait_for_one_whose_code_is_further_down(launch):
+    """Compilers move rare code behind the barrier that the other lanes have reached."""
+    x = words(32)
+    launch(
+        "setp.ne.s32 %p1, %r1, 3; @%p1 bra $wait; bra $rare; "
+        "$back: st.global.u32 [%rd2], %r1; "
+        "$wait: bar.sync 0; ld.global.u32 %r2, [%rd2]; st.global.u32 [%rd4], %r2; ret; "
+        "$rare: setp.eq.s32 %p1, %r1, 3; @%p1 bra $back; bra $back;",
+        x,
+    )  # fmt: skip
+    assert np.array_equal(x.view(np.int32), np.full(32, 3))
+
+
 @pytest.mark.parametrize(
     ("body", "text"),
     [

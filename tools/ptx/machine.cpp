@@ -184,10 +184,11 @@ static void set_counters(warp &w, uint32_t mask, int pc) {
 }
 
 /* The lanes to run next: those with the lowest counter among the lanes that do not wait. If all
- * wait, none has to wait any longer. */
+ * wait, none has to wait any longer. Then all must be in one place. */
 static uint32_t next_lanes(warp &w, const kernel &k, int *pc) {
     uint32_t mask = 0;
-    if ((w.live & ~w.waiting) == 0) w.waiting = 0;
+    const bool all_wait = (w.live & ~w.waiting) == 0;
+    if (all_wait) w.waiting = 0;
     const uint32_t among = w.live & ~w.waiting;
     *pc = INT32_MAX;
     for (int l = 0; l < LANES; l++) {
@@ -195,7 +196,7 @@ static uint32_t next_lanes(warp &w, const kernel &k, int *pc) {
     }
     for (int l = 0; l < LANES; l++) mask |= (uint32_t)((among >> l & 1) && w.pc[l] == *pc) << l;
     const instruction &i = k.code[(size_t)*pc];
-    if (i.all && mask != w.live && among == w.live) fail(i, "lanes wait in different places");
+    if (i.all && all_wait && mask != w.live) fail(i, "lanes wait in different places");
     return mask;
 }
 
