@@ -95,7 +95,7 @@ def why_no_text(setting: Setting, protocol: str) -> str:
     return ""
 
 
-def fractions_of(prompt_length: int, ratio_of: str = "prompt") -> str:
+def fractions_of(prompt_length: int, ratio_of: str) -> str:
     """What fractional budgets of a text are fractions of: what the setting says (`ratio_of`), or
     all of the "text" if it has no prompt (`prompt_length` 1)."""
     return "text" if prompt_length == 1 else ratio_of
@@ -103,7 +103,7 @@ def fractions_of(prompt_length: int, ratio_of: str = "prompt") -> str:
 
 def fraction_base(tokens: int, prompt_length: int) -> int:
     """Number of tokens that fractional budgets of a text of `tokens` tokens refer to."""
-    return tokens if fractions_of(prompt_length) == "text" else min(tokens, prompt_length)
+    return tokens if prompt_length == 1 else min(tokens, prompt_length)
 
 
 def one_token_notes(tally: Tally, settings: Iterable[Setting]) -> list[str]:

@@ -135,8 +135,8 @@ class CacheInspection(Cache):
         """
         kept = self.kept(layer)
         row = check_index("row", row, len(kept.positions), "row")
-        found = kept.tokens(tokenizer, input_ids, row=row, head=head, attention_mask=attention_mask)
         ids = row_ids(len(kept.positions), input_ids, row, attention_mask)
+        found = kept.tokens(tokenizer, ids, row=row, head=head)
         seen = self.guard.state.text.change_rows(lambda x: x[row : row + 1])
         (count,) = seen.counts() or [0]
         if seen.differing_rows(ids[None, :count], None):

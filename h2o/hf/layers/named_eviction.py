@@ -35,7 +35,7 @@ class Rotaries:
     def __init__(self, config: Any) -> None:
         """`config`: the model's config, which must not be modified later."""
         self._config = config
-        self._known: dict[tuple[str, int], ModelRotary | None] = {}
+        self._known: dict[str, ModelRotary | str] = {}  # by the kind of layer
 
     def __deepcopy__(self, memo: Any) -> Rotaries:
         return self
@@ -52,13 +52,10 @@ class Rotaries:
         """
         if isinstance(getattr(layer, "variant", None), CacheRelativeVariant):
             return None
-        key = str(kind_of(layer)), index
-        if key not in self._known:
-            self._known[key] = self._find(*key)
-        return self._known[key]
-
-    def _find(self, kind: str, index: int) -> ModelRotary | None:
-        found = find_rotary(self._config, kind)
+        kind = str(kind_of(layer))
+        if kind not in self._known:
+            self._known[kind] = find_rotary(self._config, kind)
+        found = self._known[kind]
         if isinstance(found, ModelRotary) and not found.by_length:
             return found if index in found.rotated_layers else None
         reason = "its rotary angles depend on the length of the text"

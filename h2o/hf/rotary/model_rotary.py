@@ -294,7 +294,7 @@ class ModelRotary:
         return torch.cat([pairs, moved[..., self.width :]], dim=-1)
 
     def _angles_of_rows(self, distances: tuple[int, ...], device: torch.device) -> Tensor:
-        """Angles [B, 2, F]. Those of the last call are kept for the next token."""
+        """Angles [B, 2, F]. Those of the last call are kept, since all layers ask for the same."""
         asked, angles = self._rows
         if asked != (distances, device):
             signs = [[[1.0], [-1.0 if distance < 0 else 1.0]] for distance in distances]
