@@ -1,16 +1,17 @@
-"""Evaluate RULER, MATH-500 and GSM8K with evicting caches: kvpress' leaderboard, and more.
+"""Evaluate evicting caches with RULER and MATH-500, as kvpress' leaderboard, GSM8K and HumanEval.
 
     python -m benchmarks.leaderboard ruler --data ruler_4096.jsonl --model Qwen/Qwen3-8B \\
         --device cuda --dtype bfloat16 --rows 8
     python -m benchmarks.leaderboard math --data math500.jsonl --model Qwen/Qwen3-8B \\
         --device cuda --dtype bfloat16 --rows 32
     python -m benchmarks.leaderboard gsm8k --data gsm8k.jsonl --dtype bfloat16 --rows 8
+    python -m benchmarks.leaderboard humaneval --data humaneval.jsonl --run-code
 
 In RULER the model processes the context, and the cache is cut to its budget before the question
 comes. Question and answer then have to fit into the same budget. A removed share of 0.75 is a
 budget of 0.25, of the keys, or of the bytes for settings that end in "-bytes". In MATH-500 the
 problem is the prompt, and the cache has 512, 1024 or 2048 slots for the problem and the whole
-answer, in GSM8K 64 to 192. Decoding is greedy.
+answer, in GSM8K and HumanEval 64 to 192. Decoding is greedy.
 
 Each answer is written to the output file, as a line, as soon as it is complete. The same command
 resumes an interrupted run, and prints the table. Without --data, `ruler` lets lm-eval generate the
@@ -37,6 +38,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks.hendrycks_math.utils import is_equiv, last_boxed_only_string, remove_boxed
 from tqdm import tqdm
 
+from benchmarks.written_code import passes
 from h2o import models
 from h2o.cli.cache_options import add_dtype
 from h2o.compat import with_cache
@@ -59,16 +61,17 @@ COMPARED = {
     "ruler": "full,authors,robust,echo,echo-bytes",
     "math": "full,authors,robust,echo",
     "gsm8k": "full,authors,robust,local",
+    "humaneval": "full,authors,robust,local",
 }
-"""Settings by benchmark. MATH-500 and GSM8K have no "-bytes" setting, since their slots are numbers
-of keys."""
+"""Settings by benchmark. Only RULER has "-bytes" settings, since others count slots in keys."""
 REMOVED = "0.25,0.5,0.75,0.875"
-SLOTS = {"math": "512,1024,2048", "gsm8k": "64,96,128,192"}
+SLOTS = {"math": "512,1024,2048", "gsm8k": "64,96,128,192", "humaneval": "64,96,128,192"}
 """Keys per head by benchmark whose answers are long. The others cut the cache before a question."""
 MARK = "<the context ends here>"
 WANTED = {
     "math": "\nReason step by step, and put the final answer within \\boxed{}.",
     "gsm8k": "\nReason step by step, and end with the answer as a number.",
+    "humaneval": "Complete this function. Answer with the whole function.\n",
 }
 
 Prompt = tuple[list[int], list[int]]
@@ -93,13 +96,16 @@ class Item:
     def score(self, text: str) -> float:
         """Score of a text, 0 to 1. In RULER it is the share of the answers that the text contains,
         and in its "qa" tasks whether it contains one. In MATH it is whether the solution has the
-        correct result in a box. In GSM8K it is whether the last number is correct."""
+        correct result in a box. In GSM8K it is whether the last number is correct, and in HumanEval
+        whether the function passes its tests."""
         if self.task == "math":
             boxed = last_boxed_only_string(text)
             return float(boxed is not None and is_equiv(unboxed(boxed), self.answers[0]))
         if self.task == "gsm8k":
             numbers = re.findall(r"-?\d+(?:\.\d+)?", text.replace(",", ""))
             return float(bool(numbers) and float(numbers[-1]) == float(self.answers[0]))
+        if self.task == "humaneval":
+            return float(passes(text, *self.answers))
         found = [answer.lower() in text.lower() for answer in self.answers]
         return float(any(found)) if self.task.startswith("qa") else statistics.fmean(found)
 
@@ -160,6 +166,18 @@ def gsm8k_items(path: Path, tokens: int) -> Iterator[Item]:
     for row in rows_of(path, ("question", "answer")):
         answer = row["answer"].rpartition("####")[2].strip().replace(",", "")
         yield Item("gsm8k", row["question"] + WANTED["gsm8k"], "", "", (answer,), tokens)
+
+
+def code_items(path: Path, tokens: int) -> Iterator[Item]:
+    """Items from HumanEval, saved as JSON Lines."""
+    for row in rows_of(path, ("prompt", "test", "entry_point")):
+        tests = f"{row['test']}\ncheck({row['entry_point']})"
+        text = f"{WANTED['humaneval']}```python\n{row['prompt']}```"
+        yield Item("humaneval", text, "", "", (row["prompt"], tests), tokens)
+
+
+LONG_ANSWERS = {"math": math_items, "gsm8k": gsm8k_items, "humaneval": code_items}
+"""Functions that read the items of the benchmarks in `SLOTS`"""
 
 
 def limited(items: Iterable[Item], limit: int | None) -> list[Item]:
@@ -312,12 +330,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--compare", help=f"settings of h2o eval ({COMPARED['ruler']})")
     parser.add_argument("--removed", default=REMOVED, help=f"ruler: removed shares ({REMOVED})")
     parser.add_argument(
-        "--slots", help=f"math, gsm8k: keys per head ({SLOTS['math']}; {SLOTS['gsm8k']})"
+        "--slots", help=f"not ruler: keys per head (math {SLOTS['math']}; others {SLOTS['gsm8k']})"
     )
     parser.add_argument(
         "--pin-prompts",
         action="store_true",
-        help="math, gsm8k: pin the prompts, in slots besides those of --slots",
+        help="not ruler: pin the prompts, in slots besides those of --slots",
     )
     parser.add_argument(
         "--length", type=int, default=4096, help="ruler without --data: tokens of an item (4096)"
@@ -326,10 +344,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--tasks", default=",".join(GENERATED), help="ruler without --data: names of tasks"
     )
     parser.add_argument(
-        "--tokens", type=int, default=4096, help="math, gsm8k: most tokens of an answer (4096)"
+        "--tokens", type=int, default=4096, help="not ruler: most tokens of an answer (4096)"
     )
     parser.add_argument(
         "--thinking", action="store_true", help="pass enable_thinking=True to the chat template"
+    )
+    parser.add_argument(
+        "--run-code",
+        action="store_true",
+        help="humaneval: run the code that the model writes, with the rights that you have",
     )
     parser.add_argument("--limit", type=int, help="items of each task (default: all)")
     parser.add_argument("--rows", type=int, default=1, help="items that are answered at a time (1)")
@@ -345,17 +368,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if setting.is_mask:
             parser.error(f"{setting.why_no_cache}; it cannot answer")
     if options.benchmark in SLOTS and options.data is None:
+        parser.error(f"{options.benchmark} needs --data: see benchmarks/README.md")
+    if options.benchmark == "humaneval" and not options.run_code:
         parser.error(
-            f"{options.benchmark} needs --data, a JSON Lines file; see benchmarks/README.md"
+            "humaneval runs the code that the model writes, which may do whatever you may do. Use "
+            "a container or a virtual machine, and pass --run-code"
         )
     model, tokenizer = models.load_model(
         options.model, dtype=options.dtype, device=options.device, log=print_line,
         check=partial(check_fit, settings, full_cache=True),
     )  # fmt: skip
-    if options.benchmark == "math":
-        items = math_items(options.data, options.tokens)
-    elif options.benchmark == "gsm8k":
-        items = gsm8k_items(options.data, options.tokens)
+    if options.benchmark in SLOTS:
+        items = LONG_ANSWERS[options.benchmark](options.data, options.tokens)
     elif options.data:
         items = ruler_items(options.data)
     else:

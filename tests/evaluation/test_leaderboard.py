@@ -1,4 +1,4 @@
-"""The benchmark of RULER, MATH-500 and GSM8K, on two items with a tiny model."""
+"""The benchmark of RULER, MATH-500, GSM8K and HumanEval, on two items with a tiny model."""
 
 from __future__ import annotations
 
@@ -34,6 +34,13 @@ MATH = [{"problem": "What is 1 + 1?", "answer": "2"}, {"problem": "$2^3$?", "ans
 GSM8K = [
     {"question": "A dozen hundreds and 34?", "answer": "12 * 100 = <<1200>>1200.\n#### 1,234"},
     {"question": "2 + 3?", "answer": "#### 5"},
+]
+CODE = [
+    {
+        "prompt": 'import math\n\n\ndef area(r: float) -> float:\n    """Area of a circle."""\n',
+        "test": "def check(candidate):\n    assert candidate(1) == math.pi",
+        "entry_point": "area",
+    }
 ]
 
 
@@ -161,6 +168,33 @@ def test_gsm8k_with_pinned_prompts(run, tokenizer):
 )
 def test_scores(task, answers, text, score):
     assert leaderboard.Item(task, "", "", "", answers, 1).score(text) == score
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("Here:\n```python\ndef area(r):\n    return math.pi * r**2\n```\nIt multiplies.", 1.0),
+        ("def area(r):\n    return math.pi * r**2", 1.0),
+        ("```python\ndef area(r):\n    return math.pi * r\n    while True", 0.0),  # was cut off
+        ("```python\ndef area(r):\n    return 3.14\n```", 0.0),
+        ("```python\ndef area(r):\n    while True: pass\n```", 0.0),
+        ("I cannot.", 0.0),
+    ],
+)
+def test_code_is_run(text, score, tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.written_code.SECONDS", 2)
+    data = tmp_path / "code.jsonl"
+    data.write_text(json.dumps(CODE[0]))
+    (item,) = leaderboard.code_items(data, 8)
+    assert item.score(text) == score
+
+
+def test_code_is_run_only_if_asked(run, capsys):
+    with pytest.raises(SystemExit):
+        run("humaneval", CODE)
+    assert "pass --run-code" in capsys.readouterr().err
+    lines, _ = run("humaneval", CODE, "--run-code", "--compare", "full", "--tokens", "4")
+    assert lines[0].split()[:3] == ["full", "1", "0.0"]
 
 
 def test_a_chat_is_cut_at_the_end_of_the_context(tokenizer):
