@@ -108,7 +108,7 @@ def shared_echo(
     """
     n = layers[0][0].shape[1]
     free = slice(sinks, n - recent)
-    claims = torch.cat([echo[:, free] for _, echo, _ in layers])
+    claims = torch.cat([(echo * norms)[:, free] for _, echo, norms in layers])
     winners = claims.flatten().topk(heavy * len(claims)).indices // claims.shape[1]
     budgets = iter(winners.bincount(minlength=len(claims)).tolist())
     queries = torch.arange(n, 0, -1, device=claims.device)  # how many have seen each key

@@ -114,8 +114,9 @@ class PromptEcho:
         self.rotary, self.is_rotated = rotary, layer in rotary.rotated_layers
 
     def scores(self, tokens: NewTokens, received: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores of the tokens in a first pass, and the echo by which the keys of all heads compete
-        for pooled slots, each [B, G, Q] float32.
+        """Scores of the tokens in a first pass, and the weights by which the keys of all heads
+        compete for pooled slots, each [B, G, Q] float32. A weight is the token's echo, multiplied
+        by the norm of its value if the policy ranks by values.
 
         `received`: the attention that the tokens received, [B, G, Q] float32.
         """
@@ -127,7 +128,10 @@ class PromptEcho:
         pool = received.masked_fill(is_sink, 0.0).sum(-1, keepdim=True)
         total = weights.sum(-1, keepdim=True)
         anew = torch.where((total > 0) & ~is_sink, weights / total * pool, received)
-        return received + PART * (anew - received), echo
+        scores = received + PART * (anew - received)
+        if self.policy.value_weighted:
+            echo = echo * tokens.value.float().norm(dim=-1)
+        return scores, echo
 
     def echo(self, tokens: NewTokens) -> Tensor:
         """Echo of the tokens in a first pass, [B, G, Q] float32; 0 at padding."""
