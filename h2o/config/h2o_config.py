@@ -102,9 +102,9 @@ class H2OConfig(Presets):
     `recent` say, and every head gets at least 8 tokens. None: equal shares. Numbers
     [layers, heads]: only their ratios matter. An `h2o.Profile`: made by `h2o calibrate`. "shipped":
     the profile that comes with h2o for this model. "echo" (requires `score_by="mean-echo"`): the
-    prompt's heavy hitters are the keys with the highest echo across all layers and heads. With
-    "echo" the cache holds 1.125 times the budget plus one uncompressed layer during prefill, or the
-    whole prompt if `decay` is below 1 or layers have different numbers of heads."""
+    prompt's heavy hitters are the keys with the highest echo (times the norm of the value if
+    `value_weighted`) in any head. During prefill the cache then holds 1.125 times the budget plus
+    one whole layer, or all if `decay` is below 1 or layers have different numbers of heads."""
     budget_unit: BudgetUnit = "keys"
     """Unit of fractions. "keys": tokens of the text. "bytes": heavy + recent is a share of the
     bytes that the text takes in a full cache in the model's dtype. The share must pay for the

@@ -134,8 +134,8 @@ class Presets:
         question will need (docs/understand/policies.md).
 
         Within a head, echo makes up most of a key's score (`score_by="mean-echo"`). Across all
-        layers and heads, the heavy hitters are the keys with the highest echo
-        (`head_shares="echo"`). Decode steps work as in `robust`.
+        layers and heads, the heavy hitters are the keys with the highest echo times the norm of the
+        value (`head_shares="echo"`). Decode steps work as in `robust`.
         """
         budget = check_whole_budget(budget)
         return cls._make(budget, echo_fields(budget, budget_unit))

@@ -1,11 +1,12 @@
-"""One budget for all heads: the slots of a row go to the keys with the highest echo in any head.
+"""One budget for all heads: the slots of a row go to the keys that rank highest in any head.
 
 With `head_shares="echo"` all layers and heads of a row share one budget (compare Feng et al.,
 "Ada-KV", 2024, and Kim et al., "KVzip", 2025). Each head keeps its sinks and recent keys. All other
-slots form a pool, from which the keys with the highest echo (`h2o.hf.prompt.echo_scorer`) get a
-slot each. The slots that a head gets from the pool are added to its budget, and the head fills them
-with the keys that it ranks highest. If the prompt is prefilled in chunks, the first chunk decides
-the budgets.
+slots form a pool, from which the keys with the highest echo get a slot each. Echo here is that of
+`h2o.hf.prompt.echo_scorer` times the norm of the key's value: heads differ in the size of their
+values, and a key with a small value changes little, whatever its attention. The slots that a head
+gets from the pool are added to its budget, and the head fills them with the keys that it ranks
+highest. If the prompt is prefilled in chunks, the first chunk decides the budgets.
 
 The choice needs the echo of all layers, but not all of their keys. Suppose the pool of a row has N
 slots. The N-th highest echo so far is the threshold. It never falls, because later layers only add
@@ -49,7 +50,8 @@ class Prompt(NamedTuple):
     scores: Tensor
     """[B, G, K] float32"""
     echo: Tensor | None
-    """[B, G, K] float32; None if each head has its own budget"""
+    """[B, G, K] float32, multiplied by the norm of the value if the policy is value-weighted; None
+    if each head has its own budget"""
     counts: list[int]
     """Number of tokens in each row"""
     columns: int
