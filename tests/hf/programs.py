@@ -195,8 +195,9 @@ class Run:
         return ids, mask
 
     def images(self, ids: Tensor, rows: Sequence[Row]) -> dict[str, Tensor]:
-        """Model inputs for the images of some rows, if they are among these new tokens."""
-        if not bool((ids == tiny.IMAGE).any()):
+        """Model inputs for the images of some rows, if they are among these new tokens. A single
+        image token is one that the model has generated, without an image."""
+        if int((ids == tiny.IMAGE).sum()) <= len(rows):
             return {}
         return {key: torch.cat([row.image[key] for row in rows]) for key in rows[0].image}
 

@@ -8,7 +8,7 @@ tensors that are read, which makes the host wait for a GPU, are masks and token 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -142,7 +142,23 @@ def begin_prompt(
     )
 
 
-def grow_budgets(layers: Iterable[Any], before: list[int], after: list[int]) -> Callable[[], None]:
+class EarlierBudgets:
+    """The budgets of layers before they grew. A call lowers them again."""
+
+    def __init__(self, layers: Iterable[Any]) -> None:
+        self._known = {layer: (layer.slots.budget, layer.facts) for layer in layers}
+
+    def __call__(self) -> None:
+        for layer in self._known:
+            self.put(layer)
+
+    def put(self, layer: Any) -> None:
+        """Lower the budget of one layer."""
+        budget, layer.facts = self._known[layer]
+        layer.put_budget(budget)
+
+
+def grow_budgets(layers: Sequence[Any], before: list[int], after: list[int]) -> EarlierBudgets:
     """Give the heads of all layers the keys by which their budgets grow with the text. Return what
     takes them back, as long as no key was stored.
 
@@ -154,21 +170,14 @@ def grow_budgets(layers: Iterable[Any], before: list[int], after: list[int]) -> 
         before, after: the numbers of tokens in each row that fractions were and now are fractions
             of (`RowState.counted`), or a single one for all rows.
     """
-    growth, earlier = Growth.of(before, after), []
+    growth, earlier = Growth.of(before, after), EarlierBudgets(layers)
     for layer in layers:
         known = layer.plan, layer.num_heads, layer.facts.part, layer.token_size
-        earlier.append((layer, layer.slots.budget, layer.facts))
         layer.facts = layer.facts._replace(lost_pool=False)  # every head has gained keys
         gains = growth.gains(*known)
         if any(any(pair) for row in gains for pair in row):
             layer.put_budget(layer.raised_budget(gains))
-
-    def take_back() -> None:
-        for layer, budget, facts in earlier:
-            layer.put_budget(budget)
-            layer.facts = facts
-
-    return take_back
+    return earlier
 
 
 class Growth(NamedTuple):
