@@ -218,8 +218,9 @@ def build(modes: set[Mode], number: int, *, with_room: bool = False) -> Program:
     transformers does."""
     chosen = random.Random(number)
     name = chosen.choice(_families(modes))
-    # Graphs cannot have payload, and generate_all counts positions that payload sets to 0.
-    is_real = M.GENERATE_ALL in modes and modes & {M.COMPILED, M.CACHE_RELATIVE}
+    # Graphs cannot have payload, and generate_all counts positions that payload sets to 0. Nor are
+    # its positions those of generate() in requests that forget tokens.
+    is_real = M.GENERATE_ALL in modes and modes & {M.COMPILED, M.CACHE_RELATIVE, M.NAMED_SPANS}
     rounds = modes & {M.AUTOCAST, M.BITS, M.FEW_BITS}
     settings = dict(BUDGETS[number % len(BUDGETS)])
     if modes & {M.ECHO, M.SHARED_BUDGET, M.HEAD_BUDGETS, M.PINS}:
@@ -251,6 +252,8 @@ def build(modes: set[Mode], number: int, *, with_room: bool = False) -> Program:
     if M.CACHE_RELATIVE in modes:
         settings["positions"] = "cache_relative"
     rows = 1 if M.GENERATE_ALL in modes else chosen.choice([2, 3])
+    if M.CROP in modes and not modes & {M.PADDING, M.BITS, M.FEW_BITS}:
+        rows = chosen.choice([1, 1, 2])  # drafts need a single row
     is_exact = not (is_real or with_room or M.SIMULATED in modes)
     which = (
         0 if M.GENERATE_ALL in modes else 1 if M.SIMULATED in modes else chosen.randrange(len(PINS))
@@ -306,6 +309,8 @@ def _calls(modes: set[Mode], rows: int, chosen: random.Random) -> list[Call]:
         calls = [("dynamic", {**start, "size": size or columns})]
     elif M.CHUNKS in modes:
         calls = [("chunks", {**start, "size": size})]
+    elif M.CROP in modes and rows == 1 and not modes & {M.BITS, M.FEW_BITS, M.GENERATE_ALL}:
+        calls = [("answer", {**start, "tokens": 12, "drafts": 3})]
     else:
         calls = [("read", start)]
     return calls + _later_calls(modes, size, chosen)

@@ -60,13 +60,13 @@ FAULTS = (
         f"{TEXT}/named_removal.py",
         "moved_back=row.moved_back + shift,",
         "moved_back=shift,",
-        test="tests/hf/test_named_eviction.py::test_what_stays_answers_as_if_the_rest_were_hidden",
+        "NAMED_SPANS SIMULATED",
     ),
     Fault(
         f"{BATCHING}/row_batch.py",
         "(state.moved_back if is_rotated else 0)",
         "0",
-        test="tests/hf/test_request_evict.py::test_each_request_answers_as_a_fork_without_its_spans",
+        "NAMED_SPANS GENERATE_ALL",
     ),
     Fault(
         "hf/cache/cache.py",
@@ -140,6 +140,7 @@ FAULTS = (
         slots = slots._replace(keys=stored_like(keys, slots.keys))""",
         "NAMED_SPANS FEW_BITS",
     ),
+    Fault("hf/layers/crop.py", "    earlier.put(layer)", "    pass", "CROP GROWTH"),
     # ---- prompts ----
     Fault(
         f"{PROMPT}/prompt_budget.py", "prompt_lengths(given, chunked or counts)", "counts", "CHUNKS"

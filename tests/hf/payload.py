@@ -116,7 +116,8 @@ def check_payload(
     """Check that each slot of a cache holds the key and value of its position in its row's text.
 
     `read_at`: for each token of each row its position when it was read, and whether tokens had been
-    removed by then. The key of such a token was rotated after it was replaced, and is not checked."""
+    removed by then. The key of such a token was rotated after it was replaced, so it is not
+    checked."""
     about = 0.0 if factor == 1 else 0.1
     for layer in cache.layers:
         if not isinstance(layer, H2OLayer) or layer.slots is None:

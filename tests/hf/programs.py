@@ -255,9 +255,12 @@ class Run:
     # ---- Generating ----------------------------------------------------------------------------
 
     def answer(self, columns: int = 2, tokens: int = 3, left: Sequence[int] = (),
-               size: int | None = None, beams: int = 1) -> None:  # fmt: skip
+               size: int | None = None, beams: int = 1, drafts: int = 0) -> None:  # fmt: skip
         """generate() with new ids after all those that the cache has seen. Without a cache,
-        `patched` makes one."""
+        `patched` makes one. `drafts`: number of tokens that each pass guesses, with a new cache
+        of one row."""
+        if drafts:
+            self.cache = self.new_cache()
         if beams > 1 and self.cache is not None:
             self.repeat(beams)
         if self.cache is None:  # generate() knows the whole prompt's length
@@ -273,10 +276,14 @@ class Run:
         given |= self.images(ids, self.rows)
         if size is not None:
             given["prefill_chunk_size"] = size
+        if drafts:
+            given["prompt_lookup_num_tokens"] = drafts
         if self.cache is not None:
             given |= with_cache(self.cache)
         with self._watched():
             tiny.greedy(self.model, inputs, tokens, **given)
+        for layer in self.cache.layers if drafts else []:
+            layer.record_past = False
         if self.cache is None:
             self.cache = self.patch.cache
 
@@ -297,13 +304,25 @@ class Run:
             before(cache, rows)
             self._move(rows.tolist())
 
+        def crop(cache: H2OCache, tokens: int) -> None:
+            before_crop(cache, tokens)
+            self._take_back(-tokens)
+
         before, H2OCache.reorder_cache = H2OCache.reorder_cache, reorder
+        before_crop, H2OCache.crop = H2OCache.crop, crop
         hook = self.model.register_forward_pre_hook(see, with_kwargs=True)
         try:
             yield
         finally:
             hook.remove()
-            H2OCache.reorder_cache = before
+            H2OCache.reorder_cache, H2OCache.crop = before, before_crop
+
+    def _take_back(self, back: int) -> None:
+        """Record that the last columns of the last pass were taken back."""
+        columns = self.ids[-1].shape[1] - back
+        self.ids[-1], self.masks[-1] = self.ids[-1][:, :columns], self.masks[-1][:, :columns]
+        for row in self.rows:
+            del row.passes[-1][columns:]
 
     def beams(self, columns: int = 2, tokens: int = 4, left: Sequence[int] = ()) -> None:
         self.answer(columns, tokens, left, beams=2)
@@ -386,8 +405,9 @@ class Run:
         for n, first, tokens in wanted:
             spans = [(i, i + tokens) for i in range(first, n - windows - tokens)]
             free = (x for x in spans if not fixed & {*range(*x)})
-            found |= {n: [x] for x in itertools.islice(free, 1)}
-            fixed |= {i for x in found.get(n, []) for i in range(*x)}
+            if span := next(free, None):
+                found[n] = [span]
+                fixed |= {*range(*span)}
         return found
 
     def _simulated(
@@ -507,9 +527,7 @@ class Run:
         self.cache.activate_past_recording()
         self.read(columns)
         self.cache.crop(-back)
-        self.ids[-1], self.masks[-1] = self.ids[-1][:, :-back], self.masks[-1][:, :-back]
-        for row in self.rows:
-            del row.passes[-1][columns - back :]
+        self._take_back(back)
         for layer in self.cache.layers:
             layer.record_past = False
 

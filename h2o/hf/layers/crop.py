@@ -117,8 +117,8 @@ def _check_record(h2o_layers: Sequence[Any], guard: PassGuard, left: int) -> Non
 
 
 def _undo(layer: Any) -> NewTokens:
-    """Restore an `H2OLayer` to its state before the last pass, and return the tokens of the pass. Its
-    old tensors stay intact, so that they can be restored."""
+    """Restore an `H2OLayer` to its state before the last pass, and return the tokens of the pass.
+    Its old tensors stay intact, so that they can be restored."""
     before, new = layer.last
     restore(layer, before, states=False)
     tokens: NewTokens = new
