@@ -48,8 +48,8 @@ class Kept(_Pair):
     """
 
     check_row: Callable[[Tensor, int], None] | None = None
-    """Raises ValueError if the ids [n] of a row are not those that the cache had seen. None: nothing
-    is compared"""
+    """Raises ValueError if the ids [n] of a row are not those that the cache had seen. None: they
+    are not compared"""
 
     def columns(self, attention_mask: Any = None) -> Tensor:
         """Convert `positions` to columns of the padded batch: int64 [B, G, K], -1 where empty.
