@@ -201,6 +201,7 @@ BUDGETS: tuple[dict[str, Any], ...] = (
     {"heavy": 0.3, "recent": 0.1, "min_tokens": 8},
     {"heavy": 0.4, "recent": 0.2, "min_tokens": 0},
     {"heavy": 4, "recent": 3, "sinks": 2, "score_by": "mean", "decay": 0.9, "value_weighted": True},
+    {"heavy": 0.5, "recent": 0.2, "budget_unit": "bytes", "min_tokens": 4, "decay": 0.95},
     {"heavy": 6, "recent": 3, "score_by": "max"},
     {"budget": 12, "min_tokens": 0},
     {"heavy": ROOM, "recent": 5},
