@@ -275,6 +275,22 @@ def test_the_torch_backend_holds_the_same_keys():
         assert torch.equal(*(x.kept(layer).positions for x in caches))
 
 
+def test_a_first_pass_longer_than_the_prompt_that_was_announced():
+    """The budget follows the text from the first pass on."""
+    ours, (ids,) = shared("llama"), prompts(60)
+    cache, plain = (
+        H2OCache(ours, heavy=0.2, recent=0.2, min_tokens=0, prompt_length=n) for n in (10, None)
+    )
+    for start, stop in ((0, 40), (40, 48), (48, 60)):
+        for one in (cache, plain):
+            run(ours, one, ids[:, start:stop])
+        assert cache.report().layers == plain.report().layers
+        assert cache.guard.state.rows[0].counted == plain.guard.state.rows[0].counted
+    fixed = H2OCache(ours, heavy=0.2, recent=0.2, min_tokens=0, prompt_length=10, ratio_of="prompt")
+    run(ours, fixed, ids)
+    assert fixed.report().layers[0].budget == [4]
+
+
 @pytest.mark.parametrize("way", ["cache", "fork"])
 def test_drafts_that_are_rejected_let_no_budget_grow(way):
     """Cropping a pass in which the budget grew leaves what the cache without these tokens has."""

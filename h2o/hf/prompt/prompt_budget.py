@@ -125,7 +125,8 @@ def begin_prompt(
     given, by_length, counts = the_pass.before.prompts, guard.needs_prompt_length, [Q] * B
     # Counting the mask's tokens waits for a GPU, so do it there only if budgets or pins need the
     # counts. Q is an upper bound, which is enough to size the slots.
-    if mask is not None and (mask.is_cpu or (by_length and given is None) or guard.pins):
+    needs_counts = guard.grows or (by_length and given is None) or guard.pins
+    if mask is not None and (mask.is_cpu or needs_counts):
         counts = mask.sum(1).tolist()
     chunked = the_pass.chunked_lengths
     finds = given is None and chunked is None and (by_length or guard.pins.needs_prompt_length)
@@ -137,7 +138,7 @@ def begin_prompt(
     lengths = prompt_lengths(given, chunked or counts)
     pinned = resolve_pins(guard, lengths, mask, Q, row_size)
     the_pass.begin_prompt(
-        PromptRows(counts, lengths, pinned, capacities),
+        PromptRows(counts, counted_tokens(counts, lengths, guard.grows), pinned, capacities),
         state_after_prompt(the_pass.after, counts, lengths, pinned, chunked, grows=guard.grows),
     )
 
@@ -249,12 +250,13 @@ def state_after_prompt(
         chunked: `lengths`, if the prompt is the first chunk of a longer one.
         grows: whether some layer's budget follows the text (`LayerPlan.grows`).
     """
-    each = broadcast(state.rows, counts, lengths, pinned.rows or [None])
+    counted = counted_tokens(counts, lengths, grows)
+    each = broadcast(state.rows, counts, lengths, counted, pinned.rows or [None])
     last, columns = state.last_pass, state.columns
     rows = merge(
         [
-            row._replace(prompt=n, counted=n, padding=columns - count, pinned=spans)
-            for row, count, n, spans in each
+            row._replace(prompt=n, counted=base, padding=columns - count, pinned=spans)
+            for row, count, n, base, spans in each
         ]
     )
     return state._replace(
@@ -266,6 +268,12 @@ def state_after_prompt(
         rows=rows,
         last_pass=None if last is None else last._replace(chunked_lengths=chunked),
     )
+
+
+def counted_tokens(counts: list[int], lengths: list[int], grows: bool) -> list[int]:
+    """Number of tokens of each row that fractions are fractions of after a prompt. Budgets that
+    follow the text count what was read, even if the user has given a smaller `prompt_length`."""
+    return [*map(max, counts, lengths)] if grows else lengths
 
 
 def resolve_pins(
