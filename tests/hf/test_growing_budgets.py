@@ -264,6 +264,19 @@ def test_generate_all_answers_as_generate(name):
         assert result.report["kept"] == round(cache.report().total.kept[0] / 2)
 
 
+def test_a_request_may_grow_where_the_call_does_not():
+    ours, (text,) = model("llama"), prompts(20)
+    own = H2OConfig(heavy=0.3, recent=0.2, **FLOOR)
+    config, more = H2OConfig(heavy=6, recent=3, **FLOOR), {"max_new_tokens": 40}
+    requests = [h2o.Request(text, config=x) for x in (own, None)]
+    settings = {"generation_config": GenerationConfig(eos_token_id=None, pad_token_id=0)}
+    results = h2o.generate_all(ours, requests, config, rows=2, **more, **settings)
+    for one, result in zip((own, config), results, strict=True):
+        cache = H2OCache(ours, one)
+        want = greedy(ours, {"input_ids": text}, 40, **with_cache(cache), **settings)
+        assert result.ids == want[0].tolist()
+
+
 def test_the_torch_backend_holds_the_same_keys():
     ours, (ids,) = shared("llama"), prompts(130)
     caches = [H2OCache(ours, heavy=0.15, recent=0.1, **FLOOR) for _ in range(2)]
