@@ -64,7 +64,10 @@ def plan_pass(cache: Any, new: int) -> ForwardPass:
             columns = columns._replace(whole_mask=_padding_mask(guard, text.mask, seen, new))
         if guard.only_scores:
             return ForwardPass(before, before, new)
-    return _plan(cache, columns, tokens, guard.records_passes, is_step)
+    then = columns.advance(before, tokens, guard.records_passes, is_step)
+    if then.columns < before.grows_at:
+        return ForwardPass(before, then, new)
+    return _plan_growth(cache, columns, tokens, then, is_step)
 
 
 def plan_unannounced(cache: Any, new: int) -> ForwardPass:
@@ -78,14 +81,25 @@ def plan_again(cache: Any, last: LastPass, left: int) -> ForwardPass:
     return _plan(cache, last.columns.cut(left - last.before.columns), last.tokens, records=False)
 
 
-def _plan(
-    cache: Any, columns: NewColumns, tokens: list[int] | None, records: bool, is_step: bool = False
-) -> ForwardPass:
-    """A forward pass, in which budgets may grow. For the arguments see `NewColumns.advance`."""
-    before, new, mask = cache.guard.state, columns.Q, columns.mask
-    then = columns.advance(before, tokens, records, is_step)
+def _plan(cache: Any, columns: NewColumns, tokens: list[int] | None, records: bool) -> ForwardPass:
+    """A forward pass of columns that are known. For the arguments see `NewColumns.advance`."""
+    before = cache.guard.state
+    then = columns.advance(before, tokens, records)
     if then.columns < before.grows_at:
-        return ForwardPass(before, then, new)
+        return ForwardPass(before, then, columns.Q)
+    return _plan_growth(cache, columns, tokens, then)
+
+
+def _plan_growth(
+    cache: Any,
+    columns: NewColumns,
+    tokens: list[int] | None,
+    then: CacheState,
+    is_step: bool = False,
+) -> ForwardPass:
+    """A forward pass in which budgets grow. For the arguments see `NewColumns.advance`. `then` is
+    the state after the pass with the budgets of before."""
+    before, new, mask = cache.guard.state, columns.Q, columns.mask
     counts = tokens_seen(cache, before.columns, mask) or [before.columns]
     grown = before.grown(counts, [new] if mask is None else mask.bool().sum(1).tolist())
     then = columns.advance(grown, tokens, is_step=is_step)._replace(last_pass=then.last_pass)

@@ -137,9 +137,13 @@ def begin_prompt(
     chunked = chunked if found is None else found
     lengths = prompt_lengths(given, chunked or counts)
     pinned = resolve_pins(guard, lengths, mask, Q, row_size)
+    # Budgets that follow the text count what was read, even beyond a given `prompt_length`.
+    counted = [*map(max, counts, lengths)] if guard.grows else lengths
     the_pass.begin_prompt(
-        PromptRows(counts, counted_tokens(counts, lengths, guard.grows), pinned, capacities),
-        state_after_prompt(the_pass.after, counts, lengths, pinned, chunked, grows=guard.grows),
+        PromptRows(counts, counted, pinned, capacities),
+        state_after_prompt(
+            the_pass.after, counts, lengths, counted, pinned, chunked, grows=guard.grows
+        ),
     )
 
 
@@ -237,6 +241,7 @@ def state_after_prompt(
     state: CacheState,
     counts: list[int],
     lengths: list[int],
+    counted: list[int],
     pinned: PinnedRows,
     chunked: list[int] | None = None,
     *,
@@ -247,10 +252,10 @@ def state_after_prompt(
     Args:
         state: the state after the columns of the prompt.
         counts, lengths, pinned: as for `PromptRows`.
+        counted: numbers of tokens that fractions are fractions of.
         chunked: `lengths`, if the prompt is the first chunk of a longer one.
         grows: whether some layer's budget follows the text (`LayerPlan.grows`).
     """
-    counted = counted_tokens(counts, lengths, grows)
     each = broadcast(state.rows, counts, lengths, counted, pinned.rows or [None])
     last, columns = state.last_pass, state.columns
     rows = merge(
@@ -268,12 +273,6 @@ def state_after_prompt(
         rows=rows,
         last_pass=None if last is None else last._replace(chunked_lengths=chunked),
     )
-
-
-def counted_tokens(counts: list[int], lengths: list[int], grows: bool) -> list[int]:
-    """Number of tokens of each row that fractions are fractions of after a prompt. Budgets that
-    follow the text count what was read, even if the user has given a smaller `prompt_length`."""
-    return [*map(max, counts, lengths)] if grows else lengths
 
 
 def resolve_pins(
