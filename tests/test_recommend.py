@@ -111,6 +111,28 @@ def test_an_interrupted_run_goes_on(measure, monkeypatch, tmp_path):
     assert [x["divergence"] for x in again["costs"]] == [x["divergence"] for x in first["costs"]]
 
 
+def test_times_of_another_machine_are_not_reused(measure, monkeypatch):
+    """The report names the machine and its threads, so times must be of these."""
+    rounds, original = [], recommendation.speed.run
+
+    def run(chosen, *given):
+        rounds.append(chosen.name)
+        return original(chosen, *given)
+
+    monkeypatch.setattr(recommendation.speed, "run", run)
+    few = "--budgets", "0.5", "--compare", "budget", "--minutes", "0"
+    measure(*few)
+    timed = len(rounds)
+    measure(*few)
+    assert len(rounds) == timed
+    described = recommendation.speed.describe_machine
+    monkeypatch.setattr(
+        recommendation.speed, "describe_machine", lambda device: described(device) | {"threads": 77}
+    )
+    assert measure(*few)["machine"]["threads"] == 77
+    assert len(rounds) == 2 * timed
+
+
 def test_the_table_for_readers(tiny, capsys, tmp_path):  # noqa: F811
     out = "-o", str(tmp_path), "--budgets", "0.5", "--compare", "budget,random-bytes"
     assert cli.main(["recommend", "--model", tiny, *SHORT, *out]) == 0

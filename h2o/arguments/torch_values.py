@@ -87,13 +87,15 @@ def check_rows(name: str, value: Any) -> Tensor:
     """Check numbers of batch rows, int64 [n], or a bool mask [B], and return it as a tensor.
 
     Raises: TypeError for values that are neither, which would select by another axis or round,
-    ValueError for another shape.
+    ValueError for another shape, and if no row is selected.
     """
     expected = "row numbers, such as [0, 2], or a bool mask with an entry for each row"
     rows = _as_tensor(name, value, expected)
     if rows.ndim != 1:
         raise ValueError(wrong(name, value, expected))
-    if len(rows) and (rows.is_floating_point() or rows.is_complex()):
+    if len(rows) == 0 or (rows.dtype == torch.bool and not bool(rows.any())):
+        raise ValueError(f"{name} selects no row. To empty a cache call cache.reset()")
+    if rows.is_floating_point() or rows.is_complex():
         raise TypeError(wrong(name, value, expected))
     return rows if rows.dtype == torch.bool else rows.long()
 

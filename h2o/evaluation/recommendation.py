@@ -326,7 +326,8 @@ class Study:
     def _facts(self, what: str, setting: Setting, number: int) -> dict[str, Any]:
         facts = self.facts | {"measured": what, "number": number, "pieces": len(self.starts)}
         if what == "speed":
-            return facts | {"settings": [x.describe() for x in self.settings]}
+            machine = speed.describe_machine(input_device(self.model))
+            return facts | {"settings": [x.describe() for x in self.settings], "machine": machine}
         return facts | setting.describe()
 
     def _result(self, what: str, setting: Setting, number: int) -> Any:

@@ -271,7 +271,6 @@ TESTED: tuple[tuple[Mode, tuple[Mode, ...], str], ...] = (
         (M.SHARED_BUDGET, M.ECHO, M.BITS, M.FEW_BITS, M.PADDING, M.GAPS),
         "tests/hf/test_compress.py::test_rows_of_a_batch_are_readings_of_their_own",
     ),
-    (M.CROP, (M.GROWTH,), f"{GROWING}::test_assisted_decoding_takes_tokens_back"),
     (M.REREADING, (M.GROWTH,), f"{GROWING}::test_a_document_that_was_compressed"),
     (
         M.REREADING,
@@ -294,13 +293,7 @@ TESTED: tuple[tuple[Mode, tuple[Mode, ...], str], ...] = (
         (M.CROP, M.TURNS, M.FORK, M.FILE, M.ROW_MOVES),
         "tests/hf/test_compress.py::test_it_goes_on_as_any_other_cache",
     ),
-    (M.NAMED_SPANS, (M.BITS, M.FEW_BITS, M.AUTOCAST), f"{SPANS}::test_keys_stay_as_stored"),
     (M.NAMED_SPANS, (M.REREADING,), f"{SPANS}::test_a_compressed_document"),
-    (
-        M.NAMED_SPANS,
-        (M.SIMULATED,),
-        "tests/hf/test_simulated_removal.py::test_it_answers_as_a_cache",
-    ),
     (
         M.VLLM,
         (M.HEAD_BUDGETS, M.SHARED_BUDGET, M.ECHO, M.BITS, M.FEW_BITS),

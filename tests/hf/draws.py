@@ -69,7 +69,7 @@ def modes_of(program: Program) -> frozenset[Mode]:
         M.CHUNKS: any(x["size"] < x.get("columns", ROOM) for x in chunked),
         M.BEAMS: any(given.get("beams", 1) > 1 for _, given in program.calls),
         M.CROP: "crop" in names,
-        M.NAMED_SPANS: "evict" in names,
+        M.NAMED_SPANS: "evict" in names or bool(start.get("evict")),
         M.TURNS: any(x.get("columns", 0) > 1 for x in later),
         M.FORK: "fork" in ways,
         M.FILE: "file" in names,
@@ -112,8 +112,6 @@ def pairs_tested(modes: Iterable[Mode]) -> set[Pair]:
     Nor does it test echo if attention alone scores its prompt."""
     asked = {*modes}
     alone = asked & {M.AUTOCAST, M.SIMULATED, M.TORCH_BACKEND}
-    if M.SIMULATED in asked:  # rounded logits are compared roughly
-        alone |= asked & {M.BITS, M.FEW_BITS}
     without_echo = asked & {M.CACHE_RELATIVE, M.FROM_DYNAMIC, M.LATENT}
     return {
         pair
@@ -123,14 +121,34 @@ def pairs_tested(modes: Iterable[Mode]) -> set[Pair]:
     }
 
 
+TOGETHER: tuple[frozenset[Mode], ...] = (
+    frozenset((M.SIMULATED, M.NAMED_SPANS, M.BITS)),
+    frozenset((M.SIMULATED, M.NAMED_SPANS, M.FEW_BITS)),
+    frozenset((M.SIMULATED, M.NAMED_SPANS, M.GROWTH)),
+    frozenset((M.NAMED_SPANS, M.FEW_BITS, M.FILE)),
+    frozenset((M.NAMED_SPANS, M.FEW_BITS, M.GROWTH)),
+    frozenset((M.NAMED_SPANS, M.CROP, M.GROWTH)),
+    frozenset((M.FEW_BITS, M.CROP, M.GROWTH)),
+)
+"""Three modes that have met in a fault, or are likely to"""
+
+
 def draw(seed: int, modes: int = 8) -> Iterator[Program]:
-    """Programs that together test every pair in `WANTED`, each with up to so many modes."""
+    """Programs that together test every pair in `WANTED`, each with up to so many modes, and one
+    for each entry of `TOGETHER`."""
     chosen = random.Random(seed)
     order = sorted(Mode, key=lambda mode: mode.name)
     chosen.shuffle(order)
     unmet = sorted(WANTED, key=lambda pair: sorted(mode.name for mode in pair))
     chosen.shuffle(unmet)
     number = seed
+    for three in TOGETHER:
+        program = build(_with_kinds({*three}), number, with_room=seed % 3 == 1)
+        assert three <= modes_of(program), f"{program} was to have {sorted(three)}"
+        met = pairs_tested(modes_of(program))
+        unmet = [pair for pair in unmet if pair not in met]
+        number += 1
+        yield program
     while unmet:
         asked = _with_kinds({*unmet[0]})
         gain = pairs_tested(asked) & {*unmet}
@@ -183,6 +201,7 @@ BUDGETS: tuple[dict[str, Any], ...] = (
     {"heavy": 0.3, "recent": 0.1, "min_tokens": 8},
     {"heavy": 0.4, "recent": 0.2, "min_tokens": 0},
     {"heavy": 4, "recent": 3, "sinks": 2, "score_by": "mean", "decay": 0.9, "value_weighted": True},
+    {"heavy": 0.5, "recent": 0.2, "budget_unit": "bytes", "min_tokens": 4, "decay": 0.95},
     {"heavy": 6, "recent": 3, "score_by": "max"},
     {"budget": 12, "min_tokens": 0},
     {"heavy": ROOM, "recent": 5},
@@ -200,10 +219,9 @@ def build(modes: set[Mode], number: int, *, with_room: bool = False) -> Program:
     transformers does."""
     chosen = random.Random(number)
     name = chosen.choice(_families(modes))
-    # Graphs cannot have payload, and generate_all counts positions that payload sets to 0.
-    # Payload says at which position its token was read, which evict() changes.
-    is_real = M.GENERATE_ALL in modes and modes & {M.COMPILED, M.CACHE_RELATIVE}
-    is_real = is_real or M.NAMED_SPANS in modes
+    # Graphs cannot have payload, and generate_all counts positions that payload sets to 0. Nor are
+    # its positions those of generate() in requests that forget tokens.
+    is_real = M.GENERATE_ALL in modes and modes & {M.COMPILED, M.CACHE_RELATIVE, M.NAMED_SPANS}
     rounds = modes & {M.AUTOCAST, M.BITS, M.FEW_BITS}
     settings = dict(BUDGETS[number % len(BUDGETS)])
     if modes & {M.ECHO, M.SHARED_BUDGET, M.HEAD_BUDGETS, M.PINS}:
@@ -231,10 +249,12 @@ def build(modes: set[Mode], number: int, *, with_room: bool = False) -> Program:
     if M.BITS in modes:
         settings["kv_dtype"] = "int8"
     if M.FEW_BITS in modes:
-        settings["kv_dtype"] = "int8-int4"
+        settings["kv_dtype"] = chosen.choice(["int8-int4", "int4"])
     if M.CACHE_RELATIVE in modes:
         settings["positions"] = "cache_relative"
     rows = 1 if M.GENERATE_ALL in modes else chosen.choice([2, 3])
+    if M.CROP in modes and not modes & {M.PADDING, M.BITS, M.FEW_BITS}:
+        rows = chosen.choice([1, 1, 2])  # drafts need a single row
     is_exact = not (is_real or with_room or M.SIMULATED in modes)
     which = (
         0 if M.GENERATE_ALL in modes else 1 if M.SIMULATED in modes else chosen.randrange(len(PINS))
@@ -277,6 +297,11 @@ def _calls(modes: set[Mode], rows: int, chosen: random.Random) -> list[Call]:
         start |= {"columns": columns + 12, "holes": (12, 13, 14) if M.GAPS in modes else ()}
         start["prompt"] = 30 if M.IMAGES in modes else 4  # an image comes in one pass
         ratio_of = "text" if modes & {M.PADDING, M.GAPS} else chosen.choice(["prompt", "text"])
+        if M.NAMED_SPANS in modes:
+            n, more = start["prompt"] + chosen.randint(9, 12), chosen.randint(1, 4)
+            n = min(n, start["columns"] - more - 1)
+            early = (n, chosen.randint(0, 3), chosen.randint(1, 3))
+            start["evict"] = [early, (n + more, chosen.randint(2, 6), chosen.randint(1, 3))]
         return [("simulate", {**start, "ratio_of": ratio_of})]
     if M.PATCHED in modes:
         beams = {"beams": 2} if M.BEAMS in modes else {}
@@ -285,6 +310,8 @@ def _calls(modes: set[Mode], rows: int, chosen: random.Random) -> list[Call]:
         calls = [("dynamic", {**start, "size": size or columns})]
     elif M.CHUNKS in modes:
         calls = [("chunks", {**start, "size": size})]
+    elif M.CROP in modes and rows == 1 and not modes & {M.BITS, M.FEW_BITS, M.GENERATE_ALL}:
+        calls = [("answer", {**start, "tokens": 12, "drafts": 3})]
     else:
         calls = [("read", start)]
     return calls + _later_calls(modes, size, chosen)

@@ -60,13 +60,13 @@ FAULTS = (
         f"{TEXT}/named_removal.py",
         "moved_back=row.moved_back + shift,",
         "moved_back=shift,",
-        test="tests/hf/test_named_eviction.py::test_what_stays_answers_as_if_the_rest_were_hidden",
+        "NAMED_SPANS SIMULATED",
     ),
     Fault(
         f"{BATCHING}/row_batch.py",
         "(state.moved_back if is_rotated else 0)",
         "0",
-        test="tests/hf/test_request_evict.py::test_each_request_answers_as_a_fork_without_its_spans",
+        "NAMED_SPANS GENERATE_ALL",
     ),
     Fault(
         "hf/cache/cache.py",
@@ -130,6 +130,17 @@ FAULTS = (
         "is_step = ((tokens.mask.sum(1) == 0)",
         test="tests/hf/test_bytes.py::test_a_single_token_among_padding_is_a_decode_step",
     ),
+    Fault(
+        "hf/layers/named_eviction.py",
+        "slots = remove_tokens(layer.slots, sizes, capacity.sizes, removal.rows, layer.policy)",
+        """slots = remove_tokens(layer.slots, sizes, capacity.sizes, removal.rows, layer.policy)
+    from h2o.quantization import dequantize, stored_like
+    for sign in (1, -1) if slots.offsets is not None else ():
+        keys = move_forward(layer, dequantize(slots.keys, layer.facts.row_size[0]), sign)
+        slots = slots._replace(keys=stored_like(keys, slots.keys))""",
+        "NAMED_SPANS FEW_BITS",
+    ),
+    Fault("hf/layers/crop.py", "    earlier.put(layer)", "    pass", "CROP GROWTH"),
     # ---- prompts ----
     Fault(
         f"{PROMPT}/prompt_budget.py", "prompt_lengths(given, chunked or counts)", "counts", "CHUNKS"
@@ -198,6 +209,18 @@ FAULTS = (
         "score = pins.score(score, positions[..., i : i + 1])",
         "pass",
         "SIMULATED PINS",
+    ),
+    Fault(
+        f"{SIMULATION}/simulated_layer.py",
+        "attends = stored.columns(i, i + 1)._replace(mask=one.mask)",
+        "attends = one if removals else stored.columns(i, i + 1)._replace(mask=one.mask)",
+        "SIMULATED NAMED_SPANS FEW_BITS",
+    ),
+    Fault(
+        f"{SIMULATION}/removals.py",
+        "rows = [without(spans, gone) for spans, gone in zip(due, self._gone, strict=True)]",
+        "rows = due",
+        "SIMULATED NAMED_SPANS",
     ),
     Fault(
         f"{SIMULATION}/simulation.py",

@@ -2,7 +2,7 @@
 
 Within `with payload(model):` every cache stores, instead of the model's keys and values, numbers
 that encode layer, head, whether it is a key or a value, token id and position. They pass through
-storage in int8 and, with `few_bits`, in int8-int4 unchanged, except in slots with offsets.
+storage in int8 and, as values, in four bits unchanged, except in slots with offsets.
 Whatever then happens to a cache, `check_payload` knows what each slot must hold.
 """
 
@@ -19,10 +19,13 @@ from transformers.cache_utils import Cache
 from h2o import H2OCache
 from h2o.compat import cache_in
 from h2o.hf.layers.layer import H2OLayer
+from h2o.hf.layers.named_eviction import move_forward
 from h2o.hf.model_traits.tagged_tensor import plain
 
 _PRIMES = (1_000_003, 998_244_353, 7_919, 104_729, 15_485_863, 32_452_843)
 KEY, VALUE = 0, 1
+FOUR_BITS: dict[str | None, tuple[int, ...]] = {"int8-int4": (VALUE,), "int4": (KEY, VALUE)}
+"""What has four bits, by `kv_dtype`"""
 ROUNDED = {8: 0.06, 4: 0.5}
 """Rounding by bits in slots with offsets. They store other numbers, which are not exact: keys
 without their offset, and both transformed."""
@@ -34,12 +37,12 @@ def encode(
     ids: Tensor,
     positions: Tensor,
     shape: Sequence[int],
-    few_bits: bool = False,
+    few_bits: Sequence[int] = (),
     factor: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """float32 [B, G, Q, D] for tokens with these ids and positions [B, Q] or [B, G, Q].
 
-    Multiples of 1/64 whose largest is 127/64, or, for values in four bits, odd multiples of 1/16
+    Multiples of 1/64 whose largest is 127/64, or, for roles with `few_bits`, odd multiples of 1/16
     from -15/16 to 15/16.
     """
     B, G, Q, D = shape
@@ -50,7 +53,7 @@ def encode(
     mixed = sum(x * prime for x, prime in zip(parts, _PRIMES, strict=True))
     mixed = (mixed ^ (mixed >> 13)) * 0x5851F42D4C957F2D
     mixed = (mixed ^ (mixed >> 29)) & 0xFFFFF
-    if few_bits and role == VALUE:
+    if role in few_bits:
         numbers = mixed % 16
         numbers[..., 0::32], numbers[..., 1::32] = 0, 15
         return factor * (numbers.float() - 7.5) / 8
@@ -60,7 +63,7 @@ def encode(
 
 
 @contextlib.contextmanager
-def payload(model: Any, few_bits: bool = False, factor: float = 1.0) -> Iterator[None]:
+def payload(model: Any, few_bits: Sequence[int] = (), factor: float = 1.0) -> Iterator[None]:
     """Replace what all caches store in passes of a model. With a `factor` that is no power of two,
     quantization rounds it, always in the same way."""
     tokens: list[tuple[Tensor, Tensor]] = []
@@ -104,23 +107,39 @@ def _positions(ids: Tensor, given: dict[str, Any], seen: int) -> Tensor:
 
 
 def check_payload(
-    cache: H2OCache, texts: Sequence[Sequence[int]], few_bits: bool = False, factor: float = 1.0
+    cache: H2OCache,
+    texts: Sequence[Sequence[int]],
+    read_at: Sequence[Sequence[tuple[int, bool]]],
+    few_bits: Sequence[int] = (),
+    factor: float = 1.0,
 ) -> None:
-    """Check that each slot of a cache holds the key and value of its position in its row's text."""
+    """Check that each slot of a cache holds the key and value of its position in its row's text.
+
+    `read_at`: for each token of each row its position when it was read, and whether tokens had been
+    removed by then. The key of such a token was rotated after it was replaced, so it is not
+    checked."""
     about = 0.0 if factor == 1 else 0.1
     for layer in cache.layers:
         if not isinstance(layer, H2OLayer) or layer.slots is None:
             continue
         positions, _ = layer.kept()
         longest = max(map(len, texts))
-        ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in texts])
-        ids = ids[:, None].expand(-1, positions.shape[1], -1)
-        ids = ids.gather(2, positions.clamp(0, longest - 1))
+        facts = [
+            [(x, *y) for x, y in zip(row, each, strict=True)] + [(0, 0, False)] * longest
+            for row, each in zip(texts, read_at, strict=True)
+        ]
+        known = torch.tensor([row[:longest] for row in facts]).unbind(2)
+        index = positions.clamp(0, longest - 1)
+        ids, at, late = (x[:, None].expand(*index.shape[:2], -1).gather(2, index) for x in known)
         for role, got in enumerate(layer.kept_rows()):
-            want = encode(layer.layer_idx, role, ids, positions, got.shape, few_bits, factor)
-            bits = 4 if few_bits and role == VALUE else 8
+            want = encode(layer.layer_idx, role, ids, at, got.shape, few_bits, factor)
+            bits = 4 if role in few_bits else 8
             near = about if layer.slots.offsets is None else about + ROUNDED[bits]
+            if role == KEY and layer.facts.has_removed:
+                got, near = move_forward(layer, got), near + 4 * torch.finfo(got.dtype).eps
             wrong = ((plain(got).float() - want).abs() > near).any(-1) & (positions >= 0)
+            if role == KEY:
+                wrong &= late == 0
             if bool(wrong.any()):
                 row, head, slot = wrong.nonzero()[0].tolist()
                 raise AssertionError(

@@ -287,6 +287,8 @@ def test_row_operations_of_a_layer_alone_raise():
         (lambda cache: cache.batch_select_indices([0.7]), "such as .0, 2., or a bool mask"),
         (lambda cache: cache.batch_select_indices([[0], [1]]), "such as .0, 2., or a bool mask"),
         (lambda cache: cache.reorder_cache(torch.tensor(1)), "such as .0, 2., or a bool mask"),
+        (lambda cache: cache.batch_select_indices([]), "indices selects no row"),
+        (lambda cache: cache.batch_select_indices([False] * 3), "indices selects no row"),
         (lambda cache: cache.batch_select_indices([True]), "shape of the mask .1."),
         (lambda cache: cache.batch_select_indices([False, True, False]), "shape of the mask .3."),
         (lambda cache: cache.batch_repeat_interleave(0), "repeats is 0; expected an integer"),

@@ -264,6 +264,19 @@ def test_generate_all_answers_as_generate(name):
         assert result.report["kept"] == round(cache.report().total.kept[0] / 2)
 
 
+def test_a_request_may_grow_where_the_call_does_not():
+    ours, (text,) = model("llama"), prompts(20)
+    own = H2OConfig(heavy=0.3, recent=0.2, **FLOOR)
+    config, more = H2OConfig(heavy=6, recent=3, **FLOOR), {"max_new_tokens": 40}
+    requests = [h2o.Request(text, config=x) for x in (own, None)]
+    settings = {"generation_config": GenerationConfig(eos_token_id=None, pad_token_id=0)}
+    results = h2o.generate_all(ours, requests, config, rows=2, **more, **settings)
+    for one, result in zip((own, config), results, strict=True):
+        cache = H2OCache(ours, one)
+        want = greedy(ours, {"input_ids": text}, 40, **with_cache(cache), **settings)
+        assert result.ids == want[0].tolist()
+
+
 def test_the_torch_backend_holds_the_same_keys():
     ours, (ids,) = shared("llama"), prompts(130)
     caches = [H2OCache(ours, heavy=0.15, recent=0.1, **FLOOR) for _ in range(2)]
@@ -275,7 +288,24 @@ def test_the_torch_backend_holds_the_same_keys():
         assert torch.equal(*(x.kept(layer).positions for x in caches))
 
 
-def test_assisted_decoding_takes_tokens_back():
+def test_a_first_pass_longer_than_the_prompt_that_was_announced():
+    """The budget follows the text from the first pass on."""
+    ours, (ids,) = shared("llama"), prompts(60)
+    cache, plain = (
+        H2OCache(ours, heavy=0.2, recent=0.2, min_tokens=0, prompt_length=n) for n in (10, None)
+    )
+    for start, stop in ((0, 40), (40, 48), (48, 60)):
+        for one in (cache, plain):
+            run(ours, one, ids[:, start:stop])
+        assert cache.report().layers == plain.report().layers
+        assert cache.guard.state.rows[0].counted == plain.guard.state.rows[0].counted
+    fixed = H2OCache(ours, heavy=0.2, recent=0.2, min_tokens=0, prompt_length=10, ratio_of="prompt")
+    run(ours, fixed, ids)
+    assert fixed.report().layers[0].budget == [4]
+
+
+@pytest.mark.parametrize("way", ["cache", "fork"])
+def test_drafts_that_are_rejected_let_no_budget_grow(way):
     """Cropping a pass in which the budget grew leaves what the cache without these tokens has."""
     ours, (ids,) = shared("llama"), prompts(120)
     cache, plain = (H2OCache(ours, budget=0.3, **FLOOR) for _ in range(2))
@@ -284,11 +314,17 @@ def test_assisted_decoding_takes_tokens_back():
     cache.activate_past_recording()
     for start in range(40, 115, 3):
         run(ours, cache, torch.cat([ids[:, start : start + 3], ids[:, :2]], 1))
+        if way == "fork":
+            fork = cache.fork()
+            cache.crop(-5)
+            cache = fork
         cache.crop(-2)
         run(ours, plain, ids[:, start : start + 3])
-        (held, wanted), (least, _) = mean_budget(cache), mean_budget(plain)
-        assert held == wanted >= least
-        assert cache.guard.state.rows[0].counted <= start + 5
+        held, wanted = ([x.budget_by_head for x in y.report().layers] for y in (cache, plain))
+        assert held == wanted
+        assert cache.guard.state.rows == plain.guard.state.rows
+        for layer in range(2):
+            assert torch.equal(*(x.kept(layer).positions for x in (cache, plain)))
 
 
 def test_compiled_steps_say_what_to_write():

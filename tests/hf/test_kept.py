@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html.parser
+import pickle
 
 import pytest
 import torch
@@ -77,8 +78,16 @@ def test_tokens_of_another_text(held):
     """Positions count the text that the cache has seen, so another one would give wrong words."""
     cache, inputs, out = held
     given = {"row": 1, "attention_mask": inputs["attention_mask"]}
-    with pytest.raises(ValueError, match=r"row 1 are not the text .* attention_mask if rows"):
-        cache.tokens(Digits(), out, 1, row=1)
+    for look in (
+        lambda: cache.tokens(Digits(), out, 1, row=1),
+        lambda: cache.kept(1).tokens(Digits(), out, row=1),
+        lambda: cache.kept(1).highlight(Digits(), out, row=1),
+    ):
+        with pytest.raises(ValueError, match=r"row 1 are not the text .* attention_mask if rows"):
+            look()
+    kept = pickle.loads(pickle.dumps(cache.kept(1)))
+    with pytest.raises(ValueError, match="row 0 are not the text"):
+        kept.tokens(Digits(), out.flip(1))
     assert cache.tokens(Digits(), out[1, 8:], 1, row=1) == cache.tokens(Digits(), out, 1, **given)
     shorter = cache.fork()
     shorter.batch_select_indices([1, 0])

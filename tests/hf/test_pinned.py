@@ -377,7 +377,9 @@ def test_rows_and_masks_that_do_not_fit():
     two_rows = H2OCache(ours, **SMALL, pinned=[[SPAN], [SPAN]])
     with pytest.raises(ValueError, match="spans for 2 rows, but the batch has 3"):
         read(ours, prompts(30, 30, 30), two_rows)
-    with pytest.raises(ValueError, match="40 columns, but the first forward pass has 30"):
+    with pytest.raises(
+        ValueError, match="pins column 39, but the first forward pass has 30 columns"
+    ):
         read(ours, prompts(30), H2OCache(ours, **SMALL, pinned=torch.ones(1, 40) > 0))
     without_padding = torch.ones(2, 30, dtype=torch.bool)
     with pytest.raises(ValueError, match="30 columns, but the prompt has 41"):

@@ -87,7 +87,8 @@ class RowBatch:
             self.tokens[row] = n
             state = joining.guard.state.row(source_row)
             self.offsets[row] = (state.offset or 0) + (state.moved_back if is_rotated else 0)
-            if joining.guard.grows:
+            if joining.guard.grows:  # perhaps by the request's own config
+                self.cache.guard.grows = True
                 self.growing[row] = GrowingRow(joining.guard.plans, state.counted)
         B, longest = len(self.tokens), max(self.tokens)
         for layer, other in zip(self.cache.layers, joining.layers, strict=True):

@@ -19,10 +19,11 @@ from h2o.arguments.plain_values import check_index
 from h2o.compat import window_of
 from h2o.config import PARAMETERS, H2OConfig
 from h2o.hf.cache_state import recurrent_states
-from h2o.hf.cache_state.kept_keys import Kept, KeptToken, row_ids
+from h2o.hf.cache_state.kept_keys import Kept, KeptToken
 from h2o.hf.cache_state.report import LayerReport, Report, explain_growth, has_outgrown
 from h2o.hf.conversation.forward_pass import in_use_elsewhere
 from h2o.hf.conversation.pass_guard import PassGuard
+from h2o.hf.conversation.seen_text import SeenText
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.model_traits.layer_kinds import CROSS_ATTENTION, has_states, kind_of
 from h2o.utils.user_warning import warn_user
@@ -107,7 +108,9 @@ class CacheInspection(Cache):
             IndexError: the cache has no such layer.
             ValueError: the layer has no full attention.
         """
-        return self._h2o_layer(layer).kept()
+        kept = self._h2o_layer(layer).kept()
+        kept.check_row = functools.partial(_check_row, self.guard.state.text)
+        return kept
 
     def tokens(
         self,
@@ -133,19 +136,9 @@ class CacheInspection(Cache):
         Raises: the errors of that method and of `kept`. ValueError if the row has seen other
         tokens.
         """
-        kept = self.kept(layer)
-        row = check_index("row", row, len(kept.positions), "row")
-        ids = row_ids(len(kept.positions), input_ids, row, attention_mask)
-        found = kept.tokens(tokenizer, ids, row=row, head=head)
-        seen = self.guard.state.text.change_rows(lambda x: x[row : row + 1])
-        (count,) = seen.counts() or [0]
-        if seen.differing_rows(ids[None, :count], None):
-            raise ValueError(
-                f"input_ids of row {row} are not the text that the cache has seen. Pass all of it, "
-                "without the spans that evict() removed, and attention_mask if rows are padded. "
-                "After a beam search the cache holds the beams that were searched last"
-            )
-        return found
+        return self.kept(layer).tokens(
+            tokenizer, input_ids, row=row, head=head, attention_mask=attention_mask
+        )
 
     def evicted_at(self, layer: int) -> Tensor:
         """Return when each key of a layer was evicted. Requires `H2OCache(..., trace=True)`.
@@ -254,6 +247,18 @@ def _model_config_again(call: str) -> TypeError:
         f"{call}: `config` is the model's config, which was given already. Write h2o_config=... "
         "for an H2OConfig"
     )
+
+
+def _check_row(text: SeenText, ids: Tensor, row: int) -> None:
+    """Raise ValueError unless the ids [n] of a row begin with the text that a cache has seen."""
+    seen = text.change_rows(lambda x: x[row : row + 1])
+    (count,) = seen.counts() or [0]
+    if seen.differing_rows(ids[None, :count], None):
+        raise ValueError(
+            f"input_ids of row {row} are not the text that the cache has seen. Pass all of it, "
+            "without the spans that evict() removed, and attention_mask if rows are padded. "
+            "After a beam search the cache holds the beams that were searched last"
+        )
 
 
 def _report_other(index: int, layer: Any) -> LayerReport:

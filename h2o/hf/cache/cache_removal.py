@@ -5,13 +5,14 @@ Shape letters as in `h2o.hf`, and n columns.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor
 
 from h2o.arguments.torch_values import check_ids, check_mask
 from h2o.hf.cache.cache_inspection import CacheInspection
-from h2o.hf.cache.continuation import tokens_seen
+from h2o.hf.cache.continuation import plan_again, tokens_seen
 from h2o.hf.cache_state import recurrent_states
 from h2o.hf.conversation.named_removal import Removal
 from h2o.hf.conversation.seen_text import UNKNOWN_TEXT
@@ -66,7 +67,8 @@ class CacheRemoval(CacheInspection):
             self.reset()
             return
         guard.check_complete()
-        crop.crop(self.layers, guard, tokens, seen, left)
+        plan = functools.partial(plan_again, self)
+        crop.crop(self.layers, guard, tokens, seen, left, plan)
 
     def activate_past_recording(self) -> None:
         """Record each forward pass from now on, so that `crop` can remove its tokens.

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,8 +24,8 @@ from h2o.hf.attention.attention import mask_length_error
 from h2o.hf.conversation.forward_pass import ForwardPass
 from h2o.hf.conversation.pass_guard import WITHOUT_CACHE, PassGuard
 from h2o.hf.conversation.seen_text import SeenText
-from h2o.hf.conversation.state import CacheState, NewColumns, broadcast
-from h2o.hf.prompt.prompt_budget import check_late_rows, grow_budgets
+from h2o.hf.conversation.state import CacheState, LastPass, NewColumns, broadcast
+from h2o.hf.prompt.prompt_budget import EarlierBudgets, check_late_rows, grow_budgets
 from h2o.model_identity import difference, rotary_difference
 
 
@@ -68,31 +67,46 @@ def plan_pass(cache: Any, new: int) -> ForwardPass:
     then = columns.advance(before, tokens, guard.records_passes, is_step)
     if then.columns < before.grows_at:
         return ForwardPass(before, then, new)
-    return _plan_growth(cache, columns, tokens, is_step)
+    return _plan_growth(cache, columns, tokens, then, is_step)
 
 
 def plan_unannounced(cache: Any, new: int) -> ForwardPass:
     """A forward pass with `new` columns, without padding as far as is known."""
-    guard, columns = cache.guard, NewColumns(new)
-    then = columns.advance(guard.state, None, guard.records_passes)
-    if then.columns < guard.state.grows_at:
-        return ForwardPass(guard.state, then, new)
-    return _plan_growth(cache, columns, None, is_step=False)
+    return _plan(cache, NewColumns(new), None, cache.guard.records_passes)
+
+
+def plan_again(cache: Any, last: LastPass, left: int) -> ForwardPass:
+    """The first columns of the last pass, up to `left` in all, for a cache that was restored to the
+    state before it."""
+    return _plan(cache, last.columns.cut(left - last.before.columns), last.tokens, records=False)
+
+
+def _plan(cache: Any, columns: NewColumns, tokens: list[int] | None, records: bool) -> ForwardPass:
+    """A forward pass of columns that are known. For the arguments see `NewColumns.advance`."""
+    before = cache.guard.state
+    then = columns.advance(before, tokens, records)
+    if then.columns < before.grows_at:
+        return ForwardPass(before, then, columns.Q)
+    return _plan_growth(cache, columns, tokens, then)
 
 
 def _plan_growth(
-    cache: Any, columns: NewColumns, tokens: list[int] | None, is_step: bool
+    cache: Any,
+    columns: NewColumns,
+    tokens: list[int] | None,
+    then: CacheState,
+    is_step: bool = False,
 ) -> ForwardPass:
-    """A forward pass in which budgets grow. For the arguments see `NewColumns.advance`."""
-    guard, new, mask = cache.guard, columns.Q, columns.mask
-    before = guard.state
+    """A forward pass in which budgets grow. For the arguments see `NewColumns.advance`. `then` is
+    the state after the pass with the budgets of before."""
+    before, new, mask = cache.guard.state, columns.Q, columns.mask
     counts = tokens_seen(cache, before.columns, mask) or [before.columns]
     grown = before.grown(counts, [new] if mask is None else mask.bool().sum(1).tolist())
-    then = columns.advance(grown, tokens, guard.records_passes, is_step)
+    then = columns.advance(grown, tokens, is_step=is_step)._replace(last_pass=then.last_pass)
     return ForwardPass(before, then, new, None, functools.partial(_grow, cache, before, grown))
 
 
-def _grow(cache: Any, before: CacheState, grown: CacheState) -> Callable[[], None]:
+def _grow(cache: Any, before: CacheState, grown: CacheState) -> EarlierBudgets:
     """Raise the budgets of the layers from those of one state to those of another. Return what
     lowers them again."""
     layers = [cache.layers[index] for index in cache.guard.plans]

@@ -7,6 +7,7 @@ and plots from them and from the ids of the text that the cache has seen.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,14 @@ class KeptToken(NamedTuple):
     """The key/value heads that hold the key"""
 
 
-class Kept(NamedTuple):
+class _Pair(NamedTuple):
+    positions: Tensor
+    """int64 [B, G, K], ascending; -1 where a row or head holds fewer keys than others"""
+    scores: Tensor
+    """float32 [B, G, K]; 0 where the position is -1, infinity where a key is pinned"""
+
+
+class Kept(_Pair):
     """`positions, scores = cache.kept(layer)`, with methods to inspect them.
 
     A cache knows positions, not tokens. Methods that show text therefore need the `input_ids`
@@ -39,10 +47,9 @@ class Kept(NamedTuple):
     are assumed not to be padding.
     """
 
-    positions: Tensor
-    """int64 [B, G, K], ascending; -1 where a row or head holds fewer keys than others"""
-    scores: Tensor
-    """float32 [B, G, K]; 0 where the position is -1, infinity where a key is pinned"""
+    check_row: Callable[[Tensor, int], None] | None = None
+    """Raises ValueError if the ids [n] of a row are not those that the cache had seen. None: they
+    are not compared"""
 
     def columns(self, attention_mask: Any = None) -> Tensor:
         """Convert `positions` to columns of the padded batch: int64 [B, G, K], -1 where empty.
@@ -77,7 +84,7 @@ class Kept(NamedTuple):
 
         Raises:
             IndexError: there is no such row or head.
-            ValueError: `input_ids` is too short.
+            ValueError: `input_ids` does not begin with the text that the cache had seen.
         """
         held, texts = self._held(tokenizer, input_ids, row, head, attention_mask)
         return [
@@ -159,12 +166,14 @@ class Kept(NamedTuple):
             for position, score in zip(positions[g], scores[g], strict=True):
                 if position >= 0:
                     held.setdefault(position, {})[g] = score
-        ids = row_ids(B, input_ids, row, attention_mask)
+        ids = _row_ids(B, input_ids, row, attention_mask)
         if (last := max(held, default=-1)) >= len(ids):
             raise ValueError(
                 f"input_ids has {len(ids)} tokens in row {row}, but the cache holds position "
                 f"{last}. Pass the ids of everything it has seen, such as generate()'s result"
             )
+        if self.check_row is not None:
+            self.check_row(ids, row)
         return held, pieces(tokenizer, ids.tolist())
 
     def _matrix(self, row: int) -> Tensor:
@@ -177,7 +186,7 @@ class Kept(NamedTuple):
         return matrix[:, :n]
 
 
-def row_ids(B: int, input_ids: Any, row: int, attention_mask: Any) -> Tensor:
+def _row_ids(B: int, input_ids: Any, row: int, attention_mask: Any) -> Tensor:
     """The ids [n] of one of B rows on the CPU, without its padding. For the other arguments see
     `Kept.tokens`."""
     given = check_ids("input_ids", input_ids)

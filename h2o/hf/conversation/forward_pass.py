@@ -28,11 +28,12 @@ class ForwardPass:
     """Number of its columns. None: not known yet, so that `after` is not known either"""
     chunked_lengths: list[int] | None = None
     """Length of each row's prompt, if the pass is its first chunk"""
-    raise_budgets: Callable[[], Callable[[], None]] | None = None
+    raise_budgets: Callable[[], Any] | None = None
     """Raises the budgets that grow in this pass, and returns what lowers them again. None: none of
     them grows"""
-    take_back: Callable[[], None] | None = None
-    """What lowers them again, if no layer stores anything"""
+    take_back: Any = None
+    """What lowers them again (`EarlierBudgets` of h2o.hf.prompt.prompt_budget), if no layer stores
+    anything"""
     thread: int = dataclasses.field(default_factory=threading.get_ident)
     stored: list[int] = dataclasses.field(default_factory=list)
     """The layers that have stored their new keys"""

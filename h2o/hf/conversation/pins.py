@@ -88,8 +88,9 @@ class Pins(GivenPins):
         if self.are_columns:
             if self.last > columns:
                 raise ValueError(
-                    f"pinned is a mask with {self.last} columns, but the first forward pass has "
-                    f"{columns}. For a prompt in chunks pass spans (start, stop) of tokens"
+                    f"pinned is a mask that pins column {self.last - 1}, but the first forward "
+                    f"pass has {columns} columns. For a prompt in chunks pass spans (start, stop) "
+                    "of tokens"
                 )
             if 0 < self.columns < columns:
                 raise ValueError(

@@ -205,7 +205,9 @@ class _Reader:
         _put_other_layers(cache, others)
         grows = cache.guard.grows
         cache.guard.put(
-            prompt_budget.state_after_prompt(read, lengths, lengths, pinned_rows, grows=grows)
+            prompt_budget.state_after_prompt(
+                read, lengths, lengths, lengths, pinned_rows, grows=grows
+            )
         )
         return cache
 

@@ -7,7 +7,7 @@ copy and repeats the pass with the others. Assisted decoding needs this.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -18,20 +18,38 @@ from h2o.hf.attention.attention_call import NewTokens
 from h2o.hf.cache_state.layer_snapshot import Snapshot, restore, take_snapshot
 from h2o.hf.conversation.forward_pass import ForwardPass
 from h2o.hf.conversation.pass_guard import PassGuard
-from h2o.hf.conversation.state import CacheState
+from h2o.hf.conversation.state import CacheState, LastPass
 from h2o.hf.model_traits.layer_kinds import free_keys_before_window, has_states, kind_of
 from h2o.hf.modes import Mode, refusal
+from h2o.hf.prompt.prompt_budget import EarlierBudgets
 
 
 def record_pass(layer: Any, tokens: NewTokens) -> tuple[Snapshot, NewTokens]:
     """A copy of a layer's state before a pass, and the tokens of the pass, with which the layer can
-    repeat it."""
+    repeat it. The state has the budget from before the pass, since fewer tokens may let it grow
+    less."""
     without_layer = tokens._replace(key=tokens.key.detach())
-    return take_snapshot(layer, states=False).each(Tensor.clone), without_layer
+    earlier = layer.guard.current.take_back
+    if earlier is None:
+        return take_snapshot(layer, states=False).each(Tensor.clone), without_layer
+    grown = EarlierBudgets([layer])
+    earlier.put(layer)
+    snapshot = take_snapshot(layer, states=False).each(Tensor.clone)
+    grown()
+    return snapshot, without_layer
 
 
-def crop(layers: Sequence[Any], guard: PassGuard, tokens: int, seen: int, left: int) -> None:
+def crop(
+    layers: Sequence[Any],
+    guard: PassGuard,
+    tokens: int,
+    seen: int,
+    left: int,
+    plan: Callable[[LastPass, int], ForwardPass],
+) -> None:
     """Crop all layers of a cache from `seen` to `left` > 0 columns, or none after an error.
+
+    `plan`: plans the last pass again, up to `left` columns, once the layers were restored.
 
     Raises:
         NotImplementedError: tokens cannot be removed. Nothing has changed. After any other error or
@@ -45,9 +63,13 @@ def crop(layers: Sequence[Any], guard: PassGuard, tokens: int, seen: int, left: 
             raise NotImplementedError(refusal({Mode.CROP, Mode.HYBRID}))
     before = [(layer, take_snapshot(layer)) for layer in {*h2o_layers, *with_states}]
     try:
+        last = guard.state.last_pass
         with guard.repeating(_pass_to_repeat(guard.state, left)) as the_pass:
-            for layer in h2o_layers:
-                _crop_layer(layer, left < seen, the_pass)
+            new = [_undo(layer) if left < seen else None for layer in h2o_layers]
+            if the_pass.columns and last is not None:
+                the_pass.begin_unannounced(plan(last, left))
+            for layer, recorded in zip(h2o_layers, new, strict=True):
+                _repeat(layer, recorded, the_pass.columns)
                 if has_states(layer) and layer.record_past:
                     StatesLayer.crop(layer, tokens)
             for layer in layers:  # transformers' own layers may raise
@@ -94,13 +116,19 @@ def _check_record(h2o_layers: Sequence[Any], guard: PassGuard, left: int) -> Non
             )
 
 
-def _crop_layer(layer: Any, removes: bool, the_pass: ForwardPass) -> None:
-    """Crop an `H2OLayer`. Its old tensors stay intact, so that they can be restored."""
-    if removes:
-        before, new = layer.last
-        restore(layer, before, states=False)
-        if the_pass.columns:
-            layer.forward(new.columns(0, the_pass.columns))
+def _undo(layer: Any) -> NewTokens:
+    """Restore an `H2OLayer` to its state before the last pass, and return the tokens of the pass.
+    Its old tensors stay intact, so that they can be restored."""
+    before, new = layer.last
+    restore(layer, before, states=False)
+    tokens: NewTokens = new
+    return tokens
+
+
+def _repeat(layer: Any, new: NewTokens | None, columns: int | None) -> None:
+    """Repeat the last pass of an `H2OLayer` with its first columns. None: nothing was undone."""
+    if new is not None and columns:
+        layer.forward(new.columns(0, columns))
     layer.last = None
     layer.variant.forget()  # the state of the repeated pass
 

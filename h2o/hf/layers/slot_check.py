@@ -72,7 +72,9 @@ def _about_positions(layer: Any, state: CacheState) -> Checks:
     yield "a position occurs twice", (ordered.diff() > 0) | (ordered[..., 1:] < 0)
     yield "a position is beyond the row's tokens", positions < seen[..., None]
     most, has_removed = torch.minimum(seen, sinks + heavy + recent), layer.facts.has_removed
-    may_have_room = layer.plan.grows or has_removed
+    guard = layer.guard  # a request of generate_all may have a config of its own
+    grows = layer.plan.grows or (guard.has_independent_rows and guard.grows)
+    may_have_room = grows or has_removed
     yield "a wrong number of keys", count <= most if may_have_room else count == most
     if not has_removed:
         are_sinks = held & (positions < sinks)

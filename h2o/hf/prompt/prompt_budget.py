@@ -8,7 +8,7 @@ tensors that are read, which makes the host wait for a GPU, are masks and token 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -125,7 +125,8 @@ def begin_prompt(
     given, by_length, counts = the_pass.before.prompts, guard.needs_prompt_length, [Q] * B
     # Counting the mask's tokens waits for a GPU, so do it there only if budgets or pins need the
     # counts. Q is an upper bound, which is enough to size the slots.
-    if mask is not None and (mask.is_cpu or (by_length and given is None) or guard.pins):
+    needs_counts = guard.grows or (by_length and given is None) or guard.pins
+    if mask is not None and (mask.is_cpu or needs_counts):
         counts = mask.sum(1).tolist()
     chunked = the_pass.chunked_lengths
     finds = given is None and chunked is None and (by_length or guard.pins.needs_prompt_length)
@@ -136,13 +137,33 @@ def begin_prompt(
     chunked = chunked if found is None else found
     lengths = prompt_lengths(given, chunked or counts)
     pinned = resolve_pins(guard, lengths, mask, Q, row_size)
+    # Budgets that follow the text count what was read, even beyond a given `prompt_length`.
+    counted = [*map(max, counts, lengths)] if guard.grows else lengths
     the_pass.begin_prompt(
-        PromptRows(counts, lengths, pinned, capacities),
-        state_after_prompt(the_pass.after, counts, lengths, pinned, chunked, grows=guard.grows),
+        PromptRows(counts, counted, pinned, capacities),
+        state_after_prompt(
+            the_pass.after, counts, lengths, counted, pinned, chunked, grows=guard.grows
+        ),
     )
 
 
-def grow_budgets(layers: Iterable[Any], before: list[int], after: list[int]) -> Callable[[], None]:
+class EarlierBudgets:
+    """The budgets of layers before they grew. A call lowers them again."""
+
+    def __init__(self, layers: Iterable[Any]) -> None:
+        self._known = {layer: (layer.slots.budget, layer.facts) for layer in layers}
+
+    def __call__(self) -> None:
+        for layer in self._known:
+            self.put(layer)
+
+    def put(self, layer: Any) -> None:
+        """Lower the budget of one layer."""
+        budget, layer.facts = self._known[layer]
+        layer.put_budget(budget)
+
+
+def grow_budgets(layers: Sequence[Any], before: list[int], after: list[int]) -> EarlierBudgets:
     """Give the heads of all layers the keys by which their budgets grow with the text. Return what
     takes them back, as long as no key was stored.
 
@@ -154,21 +175,14 @@ def grow_budgets(layers: Iterable[Any], before: list[int], after: list[int]) -> 
         before, after: the numbers of tokens in each row that fractions were and now are fractions
             of (`RowState.counted`), or a single one for all rows.
     """
-    growth, earlier = Growth.of(before, after), []
+    growth, earlier = Growth.of(before, after), EarlierBudgets(layers)
     for layer in layers:
         known = layer.plan, layer.num_heads, layer.facts.part, layer.token_size
-        earlier.append((layer, layer.slots.budget, layer.facts))
         layer.facts = layer.facts._replace(lost_pool=False)  # every head has gained keys
         gains = growth.gains(*known)
         if any(any(pair) for row in gains for pair in row):
             layer.put_budget(layer.raised_budget(gains))
-
-    def take_back() -> None:
-        for layer, budget, facts in earlier:
-            layer.put_budget(budget)
-            layer.facts = facts
-
-    return take_back
+    return earlier
 
 
 class Growth(NamedTuple):
@@ -227,6 +241,7 @@ def state_after_prompt(
     state: CacheState,
     counts: list[int],
     lengths: list[int],
+    counted: list[int],
     pinned: PinnedRows,
     chunked: list[int] | None = None,
     *,
@@ -237,15 +252,16 @@ def state_after_prompt(
     Args:
         state: the state after the columns of the prompt.
         counts, lengths, pinned: as for `PromptRows`.
+        counted: numbers of tokens that fractions are fractions of.
         chunked: `lengths`, if the prompt is the first chunk of a longer one.
         grows: whether some layer's budget follows the text (`LayerPlan.grows`).
     """
-    each = broadcast(state.rows, counts, lengths, pinned.rows or [None])
+    each = broadcast(state.rows, counts, lengths, counted, pinned.rows or [None])
     last, columns = state.last_pass, state.columns
     rows = merge(
         [
-            row._replace(prompt=n, counted=n, padding=columns - count, pinned=spans)
-            for row, count, n, spans in each
+            row._replace(prompt=n, counted=base, padding=columns - count, pinned=spans)
+            for row, count, n, base, spans in each
         ]
     )
     return state._replace(
