@@ -95,24 +95,6 @@ class BaseLayer(CacheLayerMixin):
         self.trace = Trace() if trace else None
         self.empty()
 
-    def import_keys(self, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
-        """Store keys and values [B, G, n, D] of another cache, except padding (mask [B, n]).
-
-        The slots hold them in ascending order of position. Their scores are 0, and the budget is
-        unlimited, until the next forward pass scores them and evicts down to the budget
-        (`CacheState.unscored`)."""
-        _, *rows = self.variant.receive(self, keys, values)
-        self.variant.forget()  # no attention follows
-        size = 1 + (keys.shape[2] if mask is None else int(mask.sum(1).max()))
-        kind = {"value_weighted": self.config.value_weighted}
-        slots = ops.new_slots(rows[0], size, shared=rows[1] is None, **kind)
-        scores = torch.zeros(rows[0].shape[:3], dtype=torch.float32, device=keys.device)
-        ops.evict(*rows, scores, slots, mask=mask, **kind)
-        self.facts = LayerFacts(row_size=(rows[0].shape[-1], keys.element_size()))
-        self.set_slots(slots, Capacity(self.capacity.widest, [size]))
-        if self.trace is not None:
-            self.trace.record(self.slots, self.capacity.sizes, keys.shape[2], mask)
-
     def take_rows(
         self, rows: list[int], source: BaseLayer, source_rows: list[int], B: int, longest: int
     ) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from h2o import ops
 from h2o.errors import UnsupportedError
-from h2o.hf.attention.attention_call import AttentionCall, NewTokens
+from h2o.hf.attention.attention_call import AttentionCall, NewTokens, attention, step
 from h2o.hf.layers.plain_variant import PlainVariant
 from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.model_traits.latent_attention import Expansion
@@ -94,22 +94,20 @@ class LatentVariant(PlainVariant):
         if self._expanded is not None:
             out, scores = _expanded_attention(layer, *self._expanded, tokens)
         else:
-            out, scores = super().attention(layer, tokens, slots)
+            out, scores = attention(tokens, slots, layer.policy)
             out = self._expand_output(out)
         if self._mesh is not None:
             for x in (*held, scores):
                 tensor_parallel.reduce_over_heads(x, self._mesh, layer.policy.scores_largest)
         return out, scores
 
-    def step(
-        self, layer: Any, tokens: NewTokens, slots: ops.Slots, rotary: ops.Rotary | None = None
-    ) -> Tensor:
+    def step(self, layer: Any, tokens: NewTokens, slots: ops.Slots) -> Tensor:
         """Store one token and return its output [B, 1, H, V]."""
         # A quantized row must be attended to as it is stored, which only a step does.
         many = tokens.query.shape[1] >= MANY and layer.config.kv_dtype is None
         if many or self._mesh is not None:
             return layer.attend_and_evict(tokens, slots)
-        return self._expand_output(super().step(layer, tokens, slots, rotary))
+        return self._expand_output(step(tokens, slots, layer.policy))
 
     def _expand_output(self, out: Tensor) -> Tensor:
         """Convert output over rows to output over values, except when `crop` repeats a pass."""

@@ -18,13 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o import ops
+from h2o import backends, ops
 from h2o.compat import StatesAndKeysLayer, StatesLayer
+from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import (
     AttentionCall,
     NewTokens,
     as_autocast,
     as_operand,
+    attention,
     evict_after,
     round_like_slots,
 )
@@ -33,7 +35,7 @@ from h2o.hf.cache_state.layer_snapshot import restore, take_snapshot
 from h2o.hf.cache_state.slot_layout import Budgets, Capacity
 from h2o.hf.conversation.forward_pass import disagreement_message
 from h2o.hf.conversation.pass_guard import WITHOUT_CACHE
-from h2o.hf.layers.base_layer import BaseLayer
+from h2o.hf.layers.base_layer import BaseLayer, LayerFacts
 from h2o.hf.layers.crop import record_pass
 from h2o.hf.layers.named_eviction import move_forward
 from h2o.hf.layers.slot_check import CHECKS_SLOTS, check_slots
@@ -41,6 +43,7 @@ from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.modes import Mode, check_modes
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt, positions_in
+from h2o.slots import should_center
 
 
 class H2OLayer(BaseLayer):
@@ -62,7 +65,10 @@ class H2OLayer(BaseLayer):
             ValueError: wrong batch size, number of heads or size of a head.
             UnsupportedError: (a ValueError) key and value shapes that h2o does not support.
         """
-        keys, rows, values = self.variant.receive(self, key_states, value_states)
+        if self.variant.receive is None:
+            keys, rows, values = self.receive(key_states, value_states)
+        else:
+            keys, rows, values = self.variant.receive(self, key_states, value_states)
         shape = rows.shape
         last = rows if values is None else values
         if self.slots is None:
@@ -89,6 +95,27 @@ class H2OLayer(BaseLayer):
         if self.guard.current is None:  # the layer is used without a cache
             self.guard.enter(self.layer_idx, shape[2])
         return keys, value_states
+
+    def receive(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Receive a model's new keys and values [B, G, Q, D], unless the variant does.
+
+        Returns:
+            The keys as a view that carries the layer to the attention function, and the rows
+            [B, G, Q, D] of slots: keys and values, or from a variant rows that are both and None.
+
+        Raises:
+            UnsupportedError: keys and values of different shapes.
+        """
+        if keys.shape != values.shape:
+            raise UnsupportedError(
+                f"layer {self.layer_idx} has keys of shape {tuple(keys.shape)} and values of "
+                f"shape {tuple(values.shape)}. h2o needs the same head dimension for both"
+            )
+        # A detached view is the cheapest. If gradients are required, the view must
+        # stay in the graph, so that a backward pass raises an error.
+        view: Any = keys[:] if keys.requires_grad else keys.detach()
+        view.h2o_layer = self
+        return view, keys, values
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend to the stored and the new keys, then evict.
@@ -140,7 +167,8 @@ class H2OLayer(BaseLayer):
                 query, key, value = as_autocast(query, key, value)
             dtype = query.dtype
             sinks = None if call.sink_logits is None else as_operand(call.sink_logits)
-            tokens = NewTokens(query, key, value, call.mask, call.scale, call.softcap, sinks)
+            scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
+            tokens = NewTokens(query, key, value, call.mask, scale, call.softcap, sinks)
             if self.variant.convert is not None:
                 tokens = self.variant.convert(self, tokens, call)
             if self.facts.has_removed and state.moved_back and not compiling:
@@ -179,17 +207,25 @@ class H2OLayer(BaseLayer):
             return self._attend_prompt(tokens)
         out: Tensor
         if self.guard.only_scores:
-            out, _ = self.variant.attention(self, tokens, self.slots)
+            out, _ = self._attention(tokens, self.slots)
             return out
         if self.runner.is_compileable and self.runner.captures(self, tokens):
             return self.runner.run(self, tokens)
         Q = tokens.query.shape[2]
         if state.longest + Q > self.capacity.tokens:
             self.make_room(state.longest + Q)
-        if Q == 1 and not state.waits_for_pins:  # a step cannot pin its key
-            out = self.variant.step(self, tokens, self.slots)
-        else:
+        if Q > 1 or state.waits_for_pins:  # a step cannot pin its key
             out = self.attend_and_evict(tokens, self.slots)
+        elif self.variant.step is not None:
+            out = self.variant.step(self, tokens, self.slots)
+        else:  # not by `ops.step`, since every call counts in each layer of each token's pass
+            query, key, value, mask, scale, softcap, sinks = tokens
+            B, H, Q, D = query.shape
+            out = query.new_empty(B, Q, H, D)
+            backends.backend_if_open(query).step(
+                query, key, value, mask, self.slots, out, scale, softcap, self.policy, None, None,
+                sinks,
+            )  # fmt: skip
         self.guard.layer_stored(self.layer_idx, self.slots.seen_tokens)
         if self.trace is not None:
             self.trace.record(self.slots, self.capacity.sizes, Q, tokens.mask)
@@ -209,7 +245,7 @@ class H2OLayer(BaseLayer):
         budget = rows.budget(self.plan, G, self.facts.part, size)
         scores_before = None if unscored is None else unscored.scores.clone()
         try:
-            out, scores = self.variant.attention(self, tokens, unscored)
+            out, scores = self._attention(tokens, unscored)
             keys, values, mask, echo = tokens.key, tokens.value, tokens.mask, None
             if unscored is None:
                 if self.scorer is not None:
@@ -219,7 +255,7 @@ class H2OLayer(BaseLayer):
                 scores = torch.cat([unscored.scores, scores], dim=2)
             if rows.pinned.rows:
                 scores = rows.pinned.score(scores, positions_in(mask, scores)[0])
-            centers = self.config.kv_dtype is not None and self.variant.centers_keys(tokens)
+            centers = self.config.kv_dtype is not None and self._centers_keys(tokens)
             prompt = Prompt(
                 keys, values, mask, scores, echo, rows.counts, Q, tokens.mask, budget, centers
             )
@@ -232,6 +268,17 @@ class H2OLayer(BaseLayer):
                 unscored.scores.copy_(scores_before)
             raise
         return out
+
+    def _attention(self, tokens: NewTokens, slots: ops.Slots | None) -> tuple[Tensor, Tensor]:
+        """Output [B, Q, H, D], and the attention [B, G, Q] that the new keys received."""
+        if self.variant.attention is None:
+            return attention(tokens, slots, self.policy)
+        return self.variant.attention(self, tokens, slots)  # type: ignore[no-any-return]
+
+    def _centers_keys(self, tokens: NewTokens) -> bool:
+        """Whether a prompt's quantized keys are stored with offsets."""
+        is_possible = self.variant.centers_on_gpus or not tokens.key.is_cuda
+        return is_possible and should_center(tokens.key, tokens.softcap, tokens.sink_logits)
 
     def _compete(self, prompt: Prompt, pool: CrossHeadBudget) -> None:
         """Let the keys of a prompt compete with those of other layers for one budget. The last
@@ -269,7 +316,7 @@ class H2OLayer(BaseLayer):
         """Attend to the slots and the new tokens, then keep as many of both as fit the budget."""
 
         def attend() -> tuple[Tensor, Tensor]:
-            out, scores = self.variant.attention(self, round_like_slots(tokens, slots), slots)
+            out, scores = self._attention(round_like_slots(tokens, slots), slots)
             if self.guard.state.waits_for_pins:
                 positions, _ = positions_in(tokens.mask, scores)
                 after = (positions + slots.seen_tokens[:, None, None]).masked_fill(
@@ -279,6 +326,25 @@ class H2OLayer(BaseLayer):
             return out, scores
 
         return evict_after(attend, tokens, slots, self.policy)
+
+    def import_keys(self, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
+        """Store keys and values [B, G, n, D] of another cache, except padding (mask [B, n]).
+
+        The slots hold them in ascending order of position. Their scores are 0, and the budget is
+        unlimited, until the next forward pass scores them and evicts down to the budget
+        (`CacheState.unscored`)."""
+        receive = self.variant.receive
+        _, *rows = self.receive(keys, values) if receive is None else receive(self, keys, values)
+        self.variant.forget()  # no attention follows
+        size = 1 + (keys.shape[2] if mask is None else int(mask.sum(1).max()))
+        kind = {"value_weighted": self.config.value_weighted}
+        slots = ops.new_slots(rows[0], size, shared=rows[1] is None, **kind)
+        scores = torch.zeros(rows[0].shape[:3], dtype=torch.float32, device=keys.device)
+        ops.evict(*rows, scores, slots, mask=mask, **kind)
+        self.facts = LayerFacts(row_size=(rows[0].shape[-1], keys.element_size()))
+        self.set_slots(slots, Capacity(self.capacity.widest, [size]))
+        if self.trace is not None:
+            self.trace.record(self.slots, self.capacity.sizes, keys.shape[2], mask)
 
     def reset(self) -> None:
         """Empty the layer and free its memory."""
