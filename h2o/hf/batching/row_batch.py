@@ -54,7 +54,7 @@ class RowBatch:
         self.compiled = CompiledForward(self.model) if compileable else None
         self.cache = H2OCache(model.config, config, compileable=compileable)
         check_modes({Mode.GENERATE_ALL, *config_modes(self.cache.config), *model_modes(model)})
-        self.cache.guard.has_independent_rows = True
+        self.cache.guard.separate_rows()
         self.tokens = [0] * rows
         """Number of tokens that each row has seen; 0 if the row is idle"""
         self.offsets = [0] * rows

@@ -319,8 +319,7 @@ class H2OCache(CacheRemoval):
             raise
         if not isinstance(layer, H2OLayer):  # transformers' own layer has stored its keys by now
             free_keys_before_window(layer)
-            guard.layer_stored(layer_idx)
-            guard.layer_done(layer_idx)
+            guard.layer_done(layer_idx, stores=True)
         return keys_and_values
 
     def _plan_unannounced(self, Q: int) -> ForwardPass:

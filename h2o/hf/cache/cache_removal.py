@@ -75,7 +75,7 @@ class CacheRemoval(CacheInspection):
         layer then keeps a copy of its state before the last pass, and the queries, keys and values
         of that pass. To stop recording, set `record_past = False` on each layer.
         """
-        self.guard.records_passes = True
+        self.guard.record_passes()
         for layer in self.layers:
             if hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()

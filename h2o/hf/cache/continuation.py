@@ -129,7 +129,7 @@ def _check_model(cache: Any, config: Any) -> None:
             f"this cache was made for another model: {reason}. Make the H2OCache from the config "
             "of the model that uses it"
         )
-    cache.guard.checked_config = config  # comparing takes longer than a decode step's checks
+    cache.guard.accept_config(config)
 
 
 def check_ids(text: SeenText, ids: Tensor, mask: Tensor | None = None) -> None:

@@ -195,7 +195,7 @@ class H2OLayer(BaseLayer):
             if self.variant.end_call is not None:
                 self.variant.end_call()
         self.last = last
-        guard.layer_done(self.layer_idx)
+        guard.layer_done(self.layer_idx, stores=self.slots is not None)
         if CHECKS_SLOTS and the_pass is not None:
             check_slots(self, the_pass.after)
         return out if out.dtype == dtype else out.to(dtype)
@@ -226,8 +226,10 @@ class H2OLayer(BaseLayer):
                 query, key, value, mask, self.slots, out, scale, softcap, self.policy, None, None,
                 sinks,
             )  # fmt: skip
-        self.guard.layer_stored(self.layer_idx, self.slots.seen_tokens)
+        if state.waits_for_pins:
+            self.guard.check_pins(self.slots.seen_tokens)
         if self.trace is not None:
+            self.guard.layer_stored(self.layer_idx)
             self.trace.record(self.slots, self.capacity.sizes, Q, tokens.mask)
         return out
 
@@ -308,7 +310,7 @@ class H2OLayer(BaseLayer):
         )
         self.set_slots(slots, capacity)
         self.facts = self.facts._replace(lost_pool=prompt.lost_pool)
-        self.guard.layer_stored(self.layer_idx, slots.seen_tokens)
+        self.guard.layer_stored(self.layer_idx)
         if self.trace is not None:
             self.trace.record(slots, capacity.sizes, prompt.columns, prompt.column_mask)
 

@@ -136,7 +136,7 @@ def begin_prompt(
     chunked = chunked if found is None else found
     lengths = prompt_lengths(given, chunked or counts)
     pinned = resolve_pins(guard, lengths, mask, Q, row_size)
-    the_pass.begin_prompt(
+    guard.begin_prompt(
         PromptRows(counts, lengths, pinned, capacities),
         state_after_prompt(the_pass.after, counts, lengths, pinned, chunked, grows=guard.grows),
     )
