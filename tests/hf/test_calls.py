@@ -8,10 +8,10 @@ from h2o.hf.layers import layer
 from tools.count_calls import passes
 
 BOUNDS = {
-    "prompt, heavy, recent": (134, 26),
-    "step, heavy, recent": (46, 10),
-    "prompt, budget=0.2": (208, 34),
-    "step, budget=0.2": (46, 10),
+    "prompt, heavy, recent": (132, 20),
+    "step, heavy, recent": (41, 8),
+    "prompt, budget=0.2": (205, 26),
+    "step, budget=0.2": (41, 8),
 }
 
 

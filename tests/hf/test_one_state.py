@@ -10,8 +10,7 @@ import torch
 
 from h2o import H2OCache
 from h2o.compat import with_cache
-from h2o.hf.conversation.seen_text import NO_TEXT, SeenText
-from h2o.hf.conversation.state import CacheState, NewColumns, RowState
+from h2o.hf.conversation.state import NO_TEXT, CacheState, NewColumns, RowState, SeenText
 from tests.hf.tiny import prompts, shared
 
 HF = Path(__file__).parents[2] / "h2o" / "hf"

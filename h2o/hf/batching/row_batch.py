@@ -22,8 +22,7 @@ from h2o.budgets import count_text, next_growth
 from h2o.compat import with_cache
 from h2o.compat_wrappers import compile_errors
 from h2o.config import H2OConfig
-from h2o.config.head_budgets import expand_to_heads
-from h2o.config.layer_plan import LayerPlan
+from h2o.config.layer_plan import LayerPlan, expand_to_heads
 from h2o.errors import UnsupportedError
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.cache_state import recurrent_states

@@ -14,7 +14,7 @@ from h2o.hf.cache.cache_inspection import CacheInspection
 from h2o.hf.cache.continuation import tokens_seen
 from h2o.hf.cache_state import recurrent_states
 from h2o.hf.conversation.named_removal import Removal
-from h2o.hf.conversation.seen_text import UNKNOWN_TEXT
+from h2o.hf.conversation.state import UNKNOWN_TEXT
 from h2o.hf.layers import crop, named_eviction
 from h2o.hf.layers.named_eviction import Rotaries
 from h2o.hf.model_traits.layer_kinds import has_states, kind_of

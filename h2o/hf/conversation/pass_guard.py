@@ -31,14 +31,14 @@ from h2o.hf.conversation.forward_pass import (
     waiting_message,
 )
 from h2o.hf.conversation.pins import NO_PINS, Pins
+from h2o.hf.conversation.rope_deltas import put_rope_deltas
 from h2o.hf.conversation.state import (
     CacheState,
     NewColumns,
     RowState,
     change_list,
-    put_rope_deltas,
 )
-from h2o.hf.conversation.weights_origin import WeightsOrigin
+from h2o.model_identity.weights import WeightsOrigin
 
 WITHOUT_CACHE = (
     "use_cache=False with an H2OCache: generate() then feeds the whole text again for each token. "

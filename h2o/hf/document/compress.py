@@ -32,7 +32,7 @@ from h2o.config.fields import ConfigFields, Pinned
 from h2o.errors import UnsupportedError
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.cache_state import recurrent_states
-from h2o.hf.conversation.seen_text import NO_TEXT
+from h2o.hf.conversation.state import NO_TEXT
 from h2o.hf.document.cut_cache import cut_cache
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.model_traits.layer_kinds import counts_padding, has_states

@@ -32,7 +32,7 @@ from h2o.hf.attention.attention_call import (
 )
 from h2o.hf.cache_state import slot_layout
 from h2o.hf.cache_state.layer_snapshot import restore, take_snapshot
-from h2o.hf.cache_state.slot_layout import Budgets, Capacity
+from h2o.hf.cache_state.slot_layout import Budgets, Capacity, positions_in
 from h2o.hf.conversation.forward_pass import disagreement_message
 from h2o.hf.conversation.pass_guard import WITHOUT_CACHE
 from h2o.hf.layers.base_layer import BaseLayer, LayerFacts
@@ -42,7 +42,7 @@ from h2o.hf.layers.slot_check import CHECKS_SLOTS, check_slots
 from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.modes import Mode, check_modes
 from h2o.hf.prompt import prompt_budget
-from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt, positions_in
+from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt
 from h2o.slots import should_center
 
 
@@ -229,8 +229,7 @@ class H2OLayer(BaseLayer):
         if state.waits_for_pins:
             self.guard.check_pins(self.slots.seen_tokens)
         if self.trace is not None:
-            self.guard.layer_stored(self.layer_idx)
-            self.trace.record(self.slots, self.capacity.sizes, Q, tokens.mask)
+            self._record_evictions(Q, tokens.mask)
         return out
 
     def _attend_prompt(self, tokens: NewTokens) -> Tensor:
@@ -293,6 +292,7 @@ class H2OLayer(BaseLayer):
             check_modes({Mode.TENSOR_PARALLEL, Mode.SHARED_BUDGET})
         for layer, own, by_row in pool.take(self.layer_idx, prompt, self):
             layer.store(own, by_row)
+            self.guard.layer_stored(layer.layer_idx)
 
     def store(self, prompt: Prompt, by_row: Budgets) -> None:
         """Store the keys of a prompt that fit the budgets. `by_row`: see `Budgets`."""
@@ -310,9 +310,14 @@ class H2OLayer(BaseLayer):
         )
         self.set_slots(slots, capacity)
         self.facts = self.facts._replace(lost_pool=prompt.lost_pool)
-        self.guard.layer_stored(self.layer_idx)
         if self.trace is not None:
-            self.trace.record(slots, capacity.sizes, prompt.columns, prompt.column_mask)
+            self._record_evictions(prompt.columns, prompt.column_mask)
+
+    def _record_evictions(self, columns: int, mask: Tensor | None) -> None:
+        """Record in the trace what a pass has evicted. An error leaves a pass that was interrupted,
+        because the layer has stored its keys."""
+        self.guard.layer_stored(self.layer_idx)
+        self.trace.record(self.slots, self.capacity.sizes, columns, mask)
 
     def attend_and_evict(self, tokens: NewTokens, slots: ops.Slots) -> Tensor:
         """Attend to the slots and the new tokens, then keep as many of both as fit the budget."""

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from h2o.budgets import UNLIMITED, next_growth
 from h2o.compat_calls import chunks_of_prompt
-from h2o.config.head_budgets import expand_to_heads, make_room
-from h2o.config.layer_plan import LayerPlan
+from h2o.config.head_budgets import make_room
+from h2o.config.layer_plan import LayerPlan, expand_to_heads
 from h2o.hf.cache_state.slot_layout import Budgets, Capacity
 from h2o.hf.conversation.pass_guard import PassGuard
 from h2o.hf.conversation.pins import NOTHING_PINNED, PinnedRows
