@@ -248,17 +248,13 @@ class PassGuard:
         assert self.current is not None
         self.current.prompt, self.current.after = prompt, after
 
-    def check_pins(self, tokens: Tensor) -> None:
-        """Note whether pinned tokens are still to arrive, now that the rows of a layer have seen
-        `tokens` [B]."""
-        if (the_pass := self.current) is not None and the_pass.after.waits_for_pins:
-            the_pass.check_pins(tokens)
-
-    def layer_stored(self, layer: int) -> None:
+    def layer_stored(self, layer: int, tokens: Tensor | None = None) -> None:
         """Record that a layer has stored its new keys, if something is left to do before
-        `layer_done`."""
-        if self.current is not None:
-            self.current.stored.add(layer)
+        `layer_done`. `tokens`: the number [B] that each row has seen, if the layer may pin some."""
+        if (the_pass := self.current) is not None:
+            the_pass.stored.add(layer)
+            if tokens is not None and the_pass.after.waits_for_pins:
+                the_pass.check_pins(tokens)
 
     def layer_done(self, layer: int, *, stores: bool = False) -> None:
         """Record that a layer is done with its new keys. The last layer that stores any commits the

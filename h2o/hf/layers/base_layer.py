@@ -18,6 +18,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from h2o import ops
 from h2o.config.layer_plan import LayerPlan
+from h2o.errors import UnsupportedError
 from h2o.hf.cache_state import slot_layout
 from h2o.hf.cache_state.kept_keys import Kept
 from h2o.hf.cache_state.report import LayerReport
@@ -132,6 +133,13 @@ class BaseLayer(CacheLayerMixin):
         """Bytes of one row, over all tensors, once its budget is full."""
         widest = self.capacity.widest
         return slot_layout.row_bytes(self.slots, slot_layout.capacities(widest, max(widest)))
+
+    def _raise_shape_error(self, keys: torch.Size, values: torch.Size) -> None:
+        """Raise UnsupportedError because new keys and values have different shapes."""
+        raise UnsupportedError(
+            f"layer {self.layer_idx} has keys of shape {tuple(keys)} and values of shape "
+            f"{tuple(values)}. h2o needs the same head dimension for both"
+        )
 
     def _raise_batch_error(self, given: int) -> None:
         """Raise ValueError because a batch of `given` rows does not fit."""

@@ -40,9 +40,8 @@ class LatentVariant(PlainVariant):
         """Whether the layer has attended, so that later steps need not check the model's weights"""
         self.forget()
 
-    def receive(self, layer: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Join latents [B, 1, Q, L] and rotated keys [B, 1, Q, P] to rows [B, 1, Q, L + P]. The
-        model expands the latents, which carry the layer, before it attends."""
+    def join(self, layer: Any, keys: Tensor, values: Tensor) -> Tensor:
+        """Join latents [B, 1, Q, L] and rotated keys [B, 1, Q, P] to rows [B, 1, Q, L + P]."""
         if keys.shape[:-1] != values.shape[:-1] or keys.shape[-1] != self.latent:
             raise UnsupportedError(
                 f"layer {layer.layer_idx} has latents of shape {tuple(keys.shape)} and rotated "
@@ -51,7 +50,11 @@ class LatentVariant(PlainVariant):
             )
         rows = torch.cat([keys, values.to(keys.dtype)], dim=-1).detach()
         self._rows = rows
-        return TaggedTensor.of(keys, h2o_layer=layer), rows, None
+        return rows
+
+    def carry(self, layer: Any, keys: Tensor) -> Tensor:
+        """Latents that the model expands before it attends."""
+        return TaggedTensor.of(keys, h2o_layer=layer)
 
     def convert(self, layer: Any, tokens: NewTokens, call: AttentionCall) -> NewTokens:
         """The new rows, and queries in the latent space, of tokens with expanded keys and values.

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from h2o import backends, ops
 from h2o.compat import StatesAndKeysLayer, StatesLayer
-from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import (
     AttentionCall,
     NewTokens,
@@ -65,12 +64,11 @@ class H2OLayer(BaseLayer):
             ValueError: wrong batch size, number of heads or size of a head.
             UnsupportedError: (a ValueError) key and value shapes that h2o does not support.
         """
-        if self.variant.receive is None:
-            keys, rows, values = self.receive(key_states, value_states)
-        else:
-            keys, rows, values = self.variant.receive(self, key_states, value_states)
-        shape = rows.shape
-        last = rows if values is None else values
+        shape, rows, last = key_states.shape, key_states, value_states
+        if self.variant.join is not None:
+            rows = last = self.variant.join(self, key_states, value_states)
+        elif shape != value_states.shape:
+            self._raise_shape_error(shape, value_states.shape)
         if self.slots is None:
             if shape[0] == 0:
                 raise ValueError("an H2OCache needs at least one row, not a batch of 0")
@@ -94,28 +92,13 @@ class H2OLayer(BaseLayer):
             restore(self, take_snapshot(self).each(lambda x: x.to(rows.device)))
         if self.guard.current is None:  # the layer is used without a cache
             self.guard.enter(self.layer_idx, shape[2])
+        # A detached view is the cheapest. If gradients are required, the view must stay in the
+        # graph, so that a backward pass raises an error.
+        keys: Any = key_states[:] if key_states.requires_grad else key_states.detach()
+        keys.h2o_layer = self
+        if self.variant.carry is not None:
+            keys = self.variant.carry(self, keys)
         return keys, value_states
-
-    def receive(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Receive a model's new keys and values [B, G, Q, D], unless the variant does.
-
-        Returns:
-            The keys as a view that carries the layer to the attention function, and the rows
-            [B, G, Q, D] of slots: keys and values, or from a variant rows that are both and None.
-
-        Raises:
-            UnsupportedError: keys and values of different shapes.
-        """
-        if keys.shape != values.shape:
-            raise UnsupportedError(
-                f"layer {self.layer_idx} has keys of shape {tuple(keys.shape)} and values of "
-                f"shape {tuple(values.shape)}. h2o needs the same head dimension for both"
-            )
-        # A detached view is the cheapest. If gradients are required, the view must
-        # stay in the graph, so that a backward pass raises an error.
-        view: Any = keys[:] if keys.requires_grad else keys.detach()
-        view.h2o_layer = self
-        return view, keys, values
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend to the stored and the new keys, then evict.
@@ -195,7 +178,7 @@ class H2OLayer(BaseLayer):
             if self.variant.end_call is not None:
                 self.variant.end_call()
         self.last = last
-        guard.layer_done(self.layer_idx, stores=self.slots is not None)
+        guard.layer_done(self.layer_idx, stores=self.slots is not None and not compiling)
         if CHECKS_SLOTS and the_pass is not None:
             check_slots(self, the_pass.after)
         return out if out.dtype == dtype else out.to(dtype)
@@ -227,7 +210,7 @@ class H2OLayer(BaseLayer):
                 sinks,
             )  # fmt: skip
         if state.waits_for_pins:
-            self.guard.check_pins(self.slots.seen_tokens)
+            self.guard.layer_stored(self.layer_idx, self.slots.seen_tokens)
         if self.trace is not None:
             self._record_evictions(Q, tokens.mask)
         return out
@@ -340,8 +323,11 @@ class H2OLayer(BaseLayer):
         The slots hold them in ascending order of position. Their scores are 0, and the budget is
         unlimited, until the next forward pass scores them and evicts down to the budget
         (`CacheState.unscored`)."""
-        receive = self.variant.receive
-        _, *rows = self.receive(keys, values) if receive is None else receive(self, keys, values)
+        rows: tuple[Tensor, Tensor | None] = keys, values
+        if self.variant.join is not None:
+            rows = self.variant.join(self, keys, values), None
+        elif keys.shape != values.shape:
+            self._raise_shape_error(keys.shape, values.shape)
         self.variant.forget()  # no attention follows
         size = 1 + (keys.shape[2] if mask is None else int(mask.sum(1).max()))
         kind = {"value_weighted": self.config.value_weighted}

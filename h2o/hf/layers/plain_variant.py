@@ -29,8 +29,12 @@ class PlainVariant:
 
     # ---- In a forward pass, in this order ----------------------------------------------------
 
-    receive: Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]] | None = None
-    """Receives the layer's new keys and values in place of `H2OLayer.receive`"""
+    join: Callable[[Any, Tensor, Tensor], Tensor] | None = None
+    """Joins new keys and values of the layer to rows [B, G, Q, D] that are both; None: slots store
+    them apart"""
+    carry: Callable[[Any, Tensor], Tensor] | None = None
+    """Marks keys so that they carry their layer through what the model computes of them before it
+    attends; None: it attends to the keys that it got"""
     convert: Callable[[Any, NewTokens, AttentionCall], NewTokens] | None = None
     """Converts the layer's new tokens to what it stores; None: it stores them as they are"""
     step: Callable[[Any, NewTokens, ops.Slots], Tensor] | None = None

@@ -67,14 +67,10 @@ class SharedVariant(PlainVariant):
         self.reused_by = tuple(reused_by)
         self.attended: _Attended | None = None
 
-    def receive(
-        self, layer: Any, keys: Tensor, values: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """See `H2OLayer.receive`. A plain tensor carries the layer to other devices too."""
+    def carry(self, layer: Any, keys: Tensor) -> Tensor:
+        """Keys that later layers may move to other devices."""
         self.attended = None
-        view, *rows = layer.receive(keys, values)
-        view = TaggedTensor.of(view, h2o_layer=layer) if type(view) is Tensor else view
-        return view, *rows
+        return TaggedTensor.of(keys, h2o_layer=layer) if type(keys) is Tensor else keys
 
     def convert(self, layer: Any, tokens: NewTokens, call: AttentionCall) -> NewTokens:
         if tensor_parallel.part(call.module) != tensor_parallel.WHOLE:
