@@ -262,12 +262,12 @@ class PassGuard:
         if that is not recorded yet."""
         the_pass = self.current
         if the_pass is not None:
-            the_pass.waiting = None
             if stores:
                 the_pass.stored.add(layer)
             is_whole = self.only_scores or len(the_pass.stored) == len(self.counting)
             if layer == self.storing[-1] and is_whole:
                 self._commit(the_pass)
+            the_pass.waiting = None  # an interrupt before this line is noticed
             if layer == self.last and is_whole:
                 self.current = None
 

@@ -299,6 +299,7 @@ class H2OLayer(BaseLayer):
     def _record_evictions(self, columns: int, mask: Tensor | None) -> None:
         """Record in the trace what a pass has evicted. An error leaves a pass that was interrupted,
         because the layer has stored its keys."""
+        assert self.trace is not None
         self.guard.layer_stored(self.layer_idx)
         self.trace.record(self.slots, self.capacity.sizes, columns, mask)
 
