@@ -8,10 +8,10 @@ from h2o.hf.layers import layer
 from tools.count_calls import passes
 
 BOUNDS = {
-    "prompt, heavy, recent": (132, 20),
-    "step, heavy, recent": (41, 8),
-    "prompt, budget=0.2": (205, 26),
-    "step, budget=0.2": (41, 8),
+    "prompt, heavy, recent": (130, 20),
+    "step, heavy, recent": (39, 8),
+    "prompt, budget=0.2": (203, 26),
+    "step, budget=0.2": (39, 8),
 }
 
 
