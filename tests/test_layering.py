@@ -434,15 +434,16 @@ def test_vllm_is_known_to_its_plugin():
 
 
 def test_a_conversation_and_its_pass_are_written_by_their_guard():
-    """All other files ask it to do so (`PassGuard.put`, `announce`), and a pass changes itself."""
-    of_guard = r"\bstate|planned|current|finished|told"
+    """All other files ask it to do so (`PassGuard.put`, `announce`, `telling`), and a pass changes
+    itself."""
     fields = re.findall(r"^    (\w+): ", PYTHON["h2o/hf/conversation/forward_pass.py"], re.M)
     assert {"before", "after", "stored", "waiting"} <= set(fields)
     writes = re.compile(
-        rf"guard\.({of_guard}) =[^=]|(pass|current|planned|finished)\.({'|'.join(fields)}) =[^=]"
-        r"|\.stored\.append\(|\.accesses\[\w+\] [+]?="
+        rf"guard\.\w+ =[^=]|(pass|current|planned|finished)\.({'|'.join(fields)}) =[^=]"
+        r"|\.stored\.add\(|\.accesses\[\w+\] [+]?="
     )
-    assert all(writes.search(x) for x in ("guard.state = x", "the_pass.after = x"))
+    examples = "guard.state = x", "guard.only_scores = True", "the_pass.after = x"
+    assert all(writes.search(x) for x in (*examples, "the_pass.stored.add(layer)"))
     found = {name for name, text in PYTHON.items() if writes.search(text)}
     assert {x for x in found if x.startswith("h2o/hf/")} == {
         "h2o/hf/conversation/pass_guard.py",

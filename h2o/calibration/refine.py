@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from h2o.analysis.collect import Attention, analyzable_layers, forward
 from h2o.calibration.head_costs import ROWS, attend_with_budgets, heavy_and_recent
-from h2o.config.head_budgets import expand_to_heads
+from h2o.config.layer_plan import expand_to_heads
 from h2o.hf.attention.attention import softmax_attention
 from h2o.hf.attention.attention_call import AttentionCall
 from h2o.hf.attention.attention_hook import replace_attention

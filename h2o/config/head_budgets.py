@@ -111,30 +111,6 @@ def allocate_tokens(k: int, shares: Table, least: int) -> tuple[tuple[int, ...],
     return tuple(tuple(tokens[i : i + heads]) for i in range(0, len(flat), heads))
 
 
-def expand_to_heads(
-    rows: list[list[tuple[int, int]]], heads: int, part: tuple[int, int] = (0, 1)
-) -> list[list[tuple[int, int]]]:
-    """Expand the budgets of a layer's rows to one entry per head, if any row has one per head.
-
-    `part`: (index, number of parts) of the heads of this process, under tensor parallelism
-    (`h2o.hf.model_traits.tensor_parallel`).
-
-    Raises: ValueError if the number of entries is not the layer's number of heads.
-    """
-    entries = max(map(len, rows))
-    index, parts = part
-    if entries == heads * parts:
-        part_of_heads = slice(index * heads, (index + 1) * heads)
-        rows = [row if len(row) == 1 else row[part_of_heads] for row in rows]
-        entries = heads
-    if entries not in (1, heads):
-        raise ValueError(
-            f"this layer has {heads} key/value heads, but heavy, recent or head_shares have "
-            f"numbers for {entries} heads: give one number per key/value head"
-        )
-    return [row * entries if len(row) == 1 else row for row in rows]
-
-
 def make_room(heads: list[tuple[int, int]], pinned: int, sinks: int) -> list[tuple[int, int]]:
     """Adjust (heavy, recent) of the heads of a row so that each has room for its pinned keys.
 

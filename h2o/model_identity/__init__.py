@@ -23,11 +23,15 @@ from typing import Any
 
 from h2o.model_identity.files import files_fingerprint as files_fingerprint
 from h2o.model_identity.weights import (
-    Place,
     Weight,
+    first_difference,
     is_of_adapter,
+    numbers_of,
     places_of,
     plain_tensors,
+    relative_distance,
+    rounded,
+    sample_tensors,
     weights_inside,
     weights_of,
 )
@@ -36,16 +40,6 @@ SHAPE = (
     "model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "hidden_size", "intermediate_size", "vocab_size",
 )  # fmt: skip
-
-TOLERANCE = 0.005
-"""Largest relative distance of two samples of weights that are considered equal: more than rounding
-to float16, bfloat16 and four digits causes (0.3%), less than training causes."""
-
-NUMBERS = 6
-"""Number of elements of a weight that samples and records have."""
-
-SAMPLED = 24
-"""Number of weights that a sample has elements of, and as many of adapters."""
 
 SAMPLE = 4096
 """Number of elements that a fingerprint takes from a tensor."""
@@ -148,29 +142,6 @@ def sample(model: Any) -> dict[str, list[float]]:
     return {name: rounded(x) for name, x in sample_tensors(places_of(model)).items()}
 
 
-def sample_tensors(places: Mapping[str, Place]) -> dict[str, Any]:
-    """`sample` before `rounded`: tensors on the devices of the weights, for which nothing waits.
-
-    Only the weights that are in the sample are read, up to `SAMPLED` of the model's own and up to
-    `SAMPLED` of its adapters', evenly spaced by name.
-    """
-    own: list[str] = []
-    adapters: list[str] = []
-    for name in sorted(places):
-        (adapters if is_of_adapter(name) else own).append(name)
-    numbers = {}
-    for names in (own, adapters):
-        for name in names[:: max(1, -(-len(names) // SAMPLED))]:
-            if (tensor := _numbers(places[name].read(name))) is not None:
-                numbers[name] = tensor
-    return numbers
-
-
-def rounded(numbers: Any) -> list[float]:
-    """The numbers of a tensor, rounded to four digits."""
-    return [float(f"{number:.4g}") for number in numbers.tolist()]
-
-
 def difference(
     model: Any, shape: Mapping[str, Any], weights: Mapping[str, Sequence[float]]
 ) -> str | None:
@@ -183,12 +154,7 @@ def difference(
             return f"this model's {name} is {here[name]}, not {wanted}"
     if config is model or not weights:
         return None
-    return _weights_difference({x.name: x for x in weights_of(model)}, weights)
-
-
-def weights_difference(module: Any, weights: Mapping[str, Sequence[float]]) -> str | None:
-    """`difference` for a module inside a model, whose `weights` were sampled alone."""
-    return _weights_difference({x.name: x for x in weights_inside(module)}, weights)
+    return first_difference({x.name: x for x in weights_of(model)}, weights)
 
 
 def attention_difference(
@@ -207,48 +173,7 @@ def attention_difference(
             wanted[name] = numbers
     if not any(map(is_of_adapter, weights)):
         here |= {name: x for name, x in inside.items() if is_of_adapter(name)}
-    return _weights_difference(here, wanted)
-
-
-def _weights_difference(
-    here: Mapping[str, Weight], weights: Mapping[str, Sequence[float]]
-) -> str | None:
-    for name, wanted in weights.items():
-        if is_of_adapter(name) and name not in here:
-            return f"its adapter's {name} is not active in this model"
-        values = _values(here[name], len(wanted)) if name in here else None
-        if values is None:  # quantized or cut weights cannot be compared
-            continue
-        if apart := _distance(values, wanted):
-            return f"the shapes are equal, but the weights of {name} differ by {apart:.1%}"
-    added = next(filter(is_of_adapter, here), None)
-    if added is not None and not any(map(is_of_adapter, weights)):
-        return f"this model has an active adapter that the other did not have: {added}"
-    return None
-
-
-def _distance(values: Sequence[float], wanted: Sequence[float]) -> float:
-    """Relative distance of two samples; 0 if it is within the tolerance."""
-    apart = math.dist(values, wanted) / (math.hypot(*wanted) or 1.0)
-    return 0.0 if apart <= TOLERANCE else apart
-
-
-def _values(weight: Weight, numbers: int = NUMBERS) -> list[float] | None:
-    """Evenly spaced numbers of a weight, `rounded`; None as for `_numbers`."""
-    tensor = _numbers(weight, numbers)
-    return None if tensor is None else rounded(tensor)
-
-
-def _numbers(weight: Weight, numbers: int = NUMBERS) -> Any:
-    """Evenly spaced numbers of a weight as a float32 tensor; None if the weight is quantized, cut
-    or not in memory."""
-    tensor = weight.tensor
-    if weight.is_shard or not tensor.dtype.is_floating_point or tensor.element_size() < 2:
-        return None
-    if tensor.is_meta or tensor.numel() < numbers or hasattr(tensor, "__tensor_flatten__"):
-        return None
-    step = tensor.numel() // numbers
-    return weight.scale * tensor.reshape(-1)[step // 2 : step * numbers : step].float()
+    return first_difference(here, wanted)
 
 
 # ---- a record of each weight, for files of keys and values -----------------------------------
@@ -263,7 +188,7 @@ _PASSING = (
 
 def record(model: Any) -> dict[str, Any]:
     """Describe every weight of a model, and its config, for `record_difference` and JSON."""
-    weights = {x.name: [*_digest(x), _values(x)] for x in weights_of(model)}
+    weights = {x.name: [*_digest(x), numbers_of(x)] for x in weights_of(model)}
     return {"weights": weights, "config": settings_of(model.config)}
 
 
@@ -290,7 +215,8 @@ def record_difference(model: Any, there: Mapping[str, Any]) -> str | None:
         )  # fmt: skip
         if dtype == wanted_dtype and digest != wanted_digest:
             return f"the shapes are equal, but the weights of {name} differ"
-        if values and wanted and dtype != wanted_dtype and (apart := _distance(values, wanted)):
+        is_known = values and wanted and dtype != wanted_dtype
+        if is_known and (apart := relative_distance(values, wanted)):
             return f"the shapes are equal, but the weights of {name} differ by {apart:.1%}"
     return None
 

@@ -4,15 +4,30 @@ The fingerprint of a model is computed from them (`h2o.model_identity`). PEFT an
 models, and PEFT also wraps layers, which renames their weights. The weights of an adapter count
 while the adapter is active. They do not count while it is disabled. Nor do they count once it is
 merged, because the layer's own weights then contain it.
+
+A few numbers of the weights, a sample, recognize them in any dtype (`sample_tensors`,
+`WeightsOrigin`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
+
+TOLERANCE = 0.005
+"""Largest relative distance of two samples of weights that are considered equal: more than rounding
+to float16, bfloat16 and four digits causes (0.3%), less than training causes."""
+
+NUMBERS = 6
+"""Number of elements of a weight that samples and records have."""
+
+SAMPLED = 24
+"""Number of weights that a sample has elements of, and as many of adapters."""
 
 ADAPTER = "*"
 """First character of the segment that replaces the adapter's name in the name of a weight."""
@@ -151,3 +166,114 @@ def _name_and_scale(name: str, adapted: Mapping[str, Any]) -> tuple[str, float] 
             kept[parts.index(adapter, index + 1)] = _segment(at_work.index(adapter))
             scale *= adapter_scale(layer, adapter)
     return _join(*kept), scale
+
+
+# ---- a few numbers, the same in any dtype ----------------------------------------------------
+
+
+def sample_tensors(places: Mapping[str, Place]) -> dict[str, Any]:
+    """A few numbers of a few weights: tensors on their devices, for which nothing waits.
+
+    Only the weights that are in the sample are read, up to `SAMPLED` of the model's own and up to
+    `SAMPLED` of its adapters', evenly spaced by name.
+    """
+    own: list[str] = []
+    adapters: list[str] = []
+    for name in sorted(places):
+        (adapters if is_of_adapter(name) else own).append(name)
+    numbers = {}
+    for names in (own, adapters):
+        for name in names[:: max(1, -(-len(names) // SAMPLED))]:
+            if (tensor := _sample(places[name].read(name))) is not None:
+                numbers[name] = tensor
+    return numbers
+
+
+def rounded(numbers: Any) -> list[float]:
+    """The numbers of a tensor, rounded to four digits."""
+    return [float(f"{number:.4g}") for number in numbers.tolist()]
+
+
+def first_difference(
+    here: Mapping[str, Weight], weights: Mapping[str, Sequence[float]]
+) -> str | None:
+    """The first difference between the weights that are here and a sample `weights` of others, or
+    None."""
+    for name, wanted in weights.items():
+        if is_of_adapter(name) and name not in here:
+            return f"its adapter's {name} is not active in this model"
+        values = numbers_of(here[name], len(wanted)) if name in here else None
+        if values is None:  # quantized or cut weights cannot be compared
+            continue
+        if apart := relative_distance(values, wanted):
+            return f"the shapes are equal, but the weights of {name} differ by {apart:.1%}"
+    added = next(filter(is_of_adapter, here), None)
+    if added is not None and not any(map(is_of_adapter, weights)):
+        return f"this model has an active adapter that the other did not have: {added}"
+    return None
+
+
+def relative_distance(values: Sequence[float], wanted: Sequence[float]) -> float:
+    """Relative distance of two samples; 0 if it is within the tolerance."""
+    apart = math.dist(values, wanted) / (math.hypot(*wanted) or 1.0)
+    return 0.0 if apart <= TOLERANCE else apart
+
+
+def numbers_of(weight: Weight, numbers: int = NUMBERS) -> list[float] | None:
+    """Evenly spaced numbers of a weight, `rounded`; None as for `_sample`."""
+    tensor = _sample(weight, numbers)
+    return None if tensor is None else rounded(tensor)
+
+
+def _sample(weight: Weight, numbers: int = NUMBERS) -> Any:
+    """Evenly spaced numbers of a weight as a float32 tensor; None if the weight is quantized, cut
+    or not in memory."""
+    tensor = weight.tensor
+    if weight.is_shard or not tensor.dtype.is_floating_point or tensor.element_size() < 2:
+        return None
+    if tensor.is_meta or tensor.numel() < numbers or hasattr(tensor, "__tensor_flatten__"):
+        return None
+    step = tensor.numel() // numbers
+    return weight.scale * tensor.reshape(-1)[step // 2 : step * numbers : step].float()
+
+
+class WeightsOrigin:
+    """Recognizes the weights that computed the keys of a cache.
+
+    Two fine-tunes of a model have the same config, so nothing else tells the caches of one from
+    those of the other. A sample of the attention module of one layer is taken when a text begins,
+    and compared if a later pass comes from another module. Only then does the CPU wait for a
+    device.
+    """
+
+    def __init__(self) -> None:
+        self.module: Callable[[], Any] = _no_module
+        """A weak reference to the module that was checked last, since a cache must not keep a model
+        alive"""
+        self._sample: dict[str, Tensor] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"module": _no_module, "_sample": self._sample}
+
+    def check(self, module: nn.Module, *, begins: bool) -> None:
+        """Check the module of a forward pass, if it is another one than `self.module()`, or if the
+        pass `begins` a text.
+
+        Raises:
+            ValueError: the module's weights differ from those of the module that began the text.
+        """
+        if begins or self._sample is None:
+            self._sample = sample_tensors(places_inside(module))
+            self.module = weakref.ref(module)
+            return
+        here = {x.name: x for x in weights_inside(module)}
+        if reason := first_difference(here, {x: rounded(y) for x, y in self._sample.items()}):
+            raise ValueError(
+                f"another model computed the keys in this cache: {reason} in the first layer with "
+                "a budget. Use a new H2OCache for each model"
+            )
+        self.module = weakref.ref(module)
+
+
+def _no_module() -> None:
+    """What a reference to no module returns."""

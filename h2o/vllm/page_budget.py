@@ -15,8 +15,7 @@ import torch
 
 from h2o import ops
 from h2o.config import H2OConfig
-from h2o.config.head_budgets import expand_to_heads
-from h2o.config.layer_plan import LayerPlan
+from h2o.config.layer_plan import LayerPlan, expand_to_heads
 from h2o.spans import Row, count
 from h2o.vllm.config_entry import WHOLE_PROMPTS
 from h2o.vllm.page_store import ALIGNMENT, page_bytes

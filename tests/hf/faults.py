@@ -161,7 +161,7 @@ FAULTS = (
         "SHARED_BUDGET",
     ),
     Fault(
-        f"{PROMPT}/cross_head_budget.py",
+        f"{STATE}/slot_layout.py",
         "return (count - 1).masked_fill(~real[:, None], -1), count[..., -1:]",
         "return (count - 1).masked_fill(~real[:, None], -1), torch.full_like(count[..., -1:], K)",
         "SHARED_BUDGET PADDING",

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from h2o import H2OConfig, ops
+from h2o import H2OConfig, backends, ops
 from h2o.config import UNLIMITED
 from h2o.hf.attention.attention_call import AttentionCall
-from h2o.hf.layers.plain_variant import PlainVariant
+from h2o.hf.conversation.pass_guard import PassGuard
 from tests.cases import checkered
 from tests.hf.drive import Attention, feed, forward, new_cache, tensors
 from tests.inputs import (
@@ -363,7 +363,9 @@ def test_ctrl_c_in_a_forward_is_noticed(columns, monkeypatch):
     text = drifting(10, B=2, N=40)
     cache = new_cache(heavy=4, recent=4)
     feed(cache, text.cut(0, 22), [20, 1, 1])
-    place, name = (PlainVariant, "step") if columns == 1 else (ops, "evict")
+    place, name = ops, "evict"
+    if columns == 1:
+        place, name = backends.backend_if_open(cache.layers[0].slots.keys), "step"
     operation = getattr(place, name)
 
     def interrupted(*args, **kwargs):
@@ -378,6 +380,23 @@ def test_ctrl_c_in_a_forward_is_noticed(columns, monkeypatch):
         forward(cache, text.cut(22, 22 + columns))
     cache.reset()
     feed(cache, text, [20, 1, 1])
+
+
+def test_ctrl_c_before_a_pass_is_committed_is_noticed(monkeypatch):
+    """All layers have then stored the keys of the pass, and the state is that before it."""
+    text = drifting(10, B=2, N=40)
+    cache = new_cache(heavy=4, recent=4)
+    feed(cache, text.cut(0, 22), [20, 1, 1])
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PassGuard, "_commit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            forward(cache, text.cut(22, 23))
+    with pytest.raises(RuntimeError, match=r"interrupted, call cache\.reset"):
+        forward(cache, text.cut(22, 23))
 
 
 @pytest.mark.parametrize(

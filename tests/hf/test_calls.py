@@ -8,10 +8,10 @@ from h2o.hf.layers import layer
 from tools.count_calls import passes
 
 BOUNDS = {
-    "prompt, heavy, recent": (134, 26),
-    "step, heavy, recent": (46, 10),
-    "prompt, budget=0.2": (208, 34),
-    "step, budget=0.2": (46, 10),
+    "prompt, heavy, recent": (130, 20),
+    "step, heavy, recent": (39, 8),
+    "prompt, budget=0.2": (203, 26),
+    "step, budget=0.2": (39, 8),
 }
 
 

@@ -12,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 import h2o
 from h2o import H2OCache, H2OConfig
 from h2o.compat import with_cache
-from h2o.hf.conversation import seen_text
+from h2o.hf.conversation import state
 from tests.hf.test_families import ALIKE
 from tests.hf.tiny import FAMILIES, LATENT, batch, greedy, prompts, shared, slow_if
 
@@ -234,7 +234,7 @@ def test_a_turn_with_other_ids(way, change, monkeypatch):
     """A turn whose ids differ from those seen must be refused. This happens when a template drops
     as many tokens as it adds, or when an answer is tokenized again."""
     if "more" in way:
-        monkeypatch.setattr(seen_text, "PENDING", 2)
+        monkeypatch.setattr(state, "PENDING", 2)
     ours = shared("llama")
     with OTHERS:
         two_turns(ours, change, **WAYS[way])

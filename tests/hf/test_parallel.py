@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from h2o import H2OCache, Profile
 from h2o.compat import with_cache
-from h2o.config.head_budgets import expand_to_heads
+from h2o.config.layer_plan import expand_to_heads
 from h2o.hf.model_traits import tensor_parallel
 from h2o.model_identity import describe, sample
 from tests.default_model import random_default_model

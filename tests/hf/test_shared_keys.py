@@ -293,7 +293,7 @@ def test_layers_may_have_heads_of_another_size(name):
 def test_a_model_that_is_cut_over_processes_is_refused(monkeypatch):
     monkeypatch.setattr(shared_variant.tensor_parallel, "part", lambda module: (1, 2))
     ours = model("gemma4_text")
-    monkeypatch.setattr(PlainVariant, "attention", lambda *arguments: 1 / 0)
+    monkeypatch.setattr(SharedVariant, "attention", lambda *arguments: 1 / 0)
     layer = H2OCache(ours.config, **SMALL).layers[SHARED]
     key, value = layer.update(torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16))
     with pytest.raises(UnsupportedError, match="cut over several processes"):

@@ -201,6 +201,17 @@ def attention(tokens: NewTokens, slots: ops.Slots | None, policy: Policy) -> tup
     )  # fmt: skip
 
 
+def step(
+    tokens: NewTokens, slots: ops.Slots, policy: Policy, rotary: ops.Rotary | None = None
+) -> Tensor:
+    """Store one new token and return its output [B, 1, H, D]."""
+    query, key, value, mask, scale, softcap, sinks = tokens
+    return ops.step(  # type: ignore[no-any-return]
+        query, key, value, slots, mask=mask, scale=scale, softcap=softcap, rotary=rotary,
+        sink_logits=sinks, policy=policy,
+    )  # fmt: skip
+
+
 def evict_after(
     attend: Callable[[], tuple[Tensor, Tensor]], tokens: NewTokens, slots: ops.Slots, policy: Policy
 ) -> Tensor:

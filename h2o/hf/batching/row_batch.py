@@ -22,8 +22,7 @@ from h2o.budgets import count_text, next_growth
 from h2o.compat import with_cache
 from h2o.compat_wrappers import compile_errors
 from h2o.config import H2OConfig
-from h2o.config.head_budgets import expand_to_heads
-from h2o.config.layer_plan import LayerPlan
+from h2o.config.layer_plan import LayerPlan, expand_to_heads
 from h2o.errors import UnsupportedError
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.cache_state import recurrent_states
@@ -54,7 +53,7 @@ class RowBatch:
         self.compiled = CompiledForward(self.model) if compileable else None
         self.cache = H2OCache(model.config, config, compileable=compileable)
         check_modes({Mode.GENERATE_ALL, *config_modes(self.cache.config), *model_modes(model)})
-        self.cache.guard.has_independent_rows = True
+        self.cache.guard.separate_rows()
         self.tokens = [0] * rows
         """Number of tokens that each row has seen; 0 if the row is idle"""
         self.offsets = [0] * rows
@@ -87,8 +86,8 @@ class RowBatch:
             self.tokens[row] = n
             state = joining.guard.state.row(source_row)
             self.offsets[row] = (state.offset or 0) + (state.moved_back if is_rotated else 0)
-            if joining.guard.grows:  # perhaps by the request's own config
-                self.cache.guard.grows = True
+            if joining.guard.grows:
+                self.cache.guard.admit_growth()
                 self.growing[row] = GrowingRow(joining.guard.plans, state.counted)
         B, longest = len(self.tokens), max(self.tokens)
         for layer, other in zip(self.cache.layers, joining.layers, strict=True):

@@ -37,7 +37,7 @@ from h2o.hf.cache_state import recurrent_states
 from h2o.hf.conversation.forward_pass import NUMBER_LAYERS, ForwardPass
 from h2o.hf.conversation.pass_guard import PassGuard
 from h2o.hf.conversation.pins import Pins
-from h2o.hf.conversation.state import put_rope_deltas
+from h2o.hf.conversation.rope_deltas import put_rope_deltas
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.model_traits.layer_kinds import (
     free_keys_before_window,
@@ -319,8 +319,7 @@ class H2OCache(CacheRemoval):
             raise
         if not isinstance(layer, H2OLayer):  # transformers' own layer has stored its keys by now
             free_keys_before_window(layer)
-            guard.layer_stored(layer_idx)
-            guard.layer_done(layer_idx)
+            guard.layer_done(layer_idx, stores=True)
         return keys_and_values
 
     def _plan_unannounced(self, Q: int) -> ForwardPass:

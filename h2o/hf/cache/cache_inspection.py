@@ -23,7 +23,7 @@ from h2o.hf.cache_state.kept_keys import Kept, KeptToken
 from h2o.hf.cache_state.report import LayerReport, Report, explain_growth, has_outgrown
 from h2o.hf.conversation.forward_pass import in_use_elsewhere
 from h2o.hf.conversation.pass_guard import PassGuard
-from h2o.hf.conversation.seen_text import SeenText
+from h2o.hf.conversation.state import SeenText
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.model_traits.layer_kinds import CROSS_ATTENTION, has_states, kind_of
 from h2o.utils.user_warning import warn_user

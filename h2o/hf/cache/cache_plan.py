@@ -104,7 +104,7 @@ class CachePlan:
         check_modes({*self.modes, *modes, *(mode for mode in asked if asked[mode])})
         angles, echo = copy.copy(self._angles), copy.copy(self._echo)
         if compileable:
-            guard.count_in_tensor()
+            guard.count_in(torch.tensor(0, dtype=torch.int64, device="cpu"))
         own = self._empty
         if len(self.plans) < len(own):  # layers of transformers' own must not be shared by caches
             own = layers_of(self._config.get_text_config(decoder=True))

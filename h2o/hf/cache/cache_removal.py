@@ -15,7 +15,7 @@ from h2o.hf.cache.cache_inspection import CacheInspection
 from h2o.hf.cache.continuation import plan_again, tokens_seen
 from h2o.hf.cache_state import recurrent_states
 from h2o.hf.conversation.named_removal import Removal
-from h2o.hf.conversation.seen_text import UNKNOWN_TEXT
+from h2o.hf.conversation.state import UNKNOWN_TEXT
 from h2o.hf.layers import crop, named_eviction
 from h2o.hf.layers.named_eviction import Rotaries
 from h2o.hf.model_traits.layer_kinds import has_states, kind_of
@@ -77,7 +77,7 @@ class CacheRemoval(CacheInspection):
         layer then keeps a copy of its state before the last pass, and the queries, keys and values
         of that pass. To stop recording, set `record_past = False` on each layer.
         """
-        self.guard.records_passes = True
+        self.guard.record_passes()
         for layer in self.layers:
             if hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()

@@ -3,7 +3,7 @@
 `generate()` drops as many input_ids as the cache has seen, without comparing them. If the caller
 passes the prompt again, or another text, its beginning is therefore silently lost and the rest is
 taken for a continuation of the old text. The positions, the attention mask or the dropped ids
-(`h2o.hf.conversation.seen_text`) of the forward pass reveal such a mistake.
+(`h2o.hf.conversation.text_digest`) of the forward pass reveal such a mistake.
 
 Shape letters as in `h2o.hf`, and n padded columns.
 """
@@ -23,8 +23,7 @@ from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention import mask_length_error
 from h2o.hf.conversation.forward_pass import ForwardPass
 from h2o.hf.conversation.pass_guard import WITHOUT_CACHE, PassGuard
-from h2o.hf.conversation.seen_text import SeenText
-from h2o.hf.conversation.state import CacheState, LastPass, NewColumns, broadcast
+from h2o.hf.conversation.state import CacheState, LastPass, NewColumns, SeenText, broadcast
 from h2o.hf.prompt.prompt_budget import EarlierBudgets, check_late_rows, grow_budgets
 from h2o.model_identity import difference, rotary_difference
 
@@ -143,7 +142,7 @@ def _check_model(cache: Any, config: Any) -> None:
             f"this cache was made for another model: {reason}. Make the H2OCache from the config "
             "of the model that uses it"
         )
-    cache.guard.checked_config = config  # comparing takes longer than a decode step's checks
+    cache.guard.accept_config(config)
 
 
 def check_ids(text: SeenText, ids: Tensor, mask: Tensor | None = None) -> None:
@@ -226,8 +225,8 @@ def _check_continuation(
     tokens, guard = tokens_seen(cache, seen, mask), cache.guard
     ends: list[int | None] = []
     if tokens is not None:
-        rows = broadcast(tokens, guard.state.rows)
-        ends = [None if row.offset is None else n + row.offset for n, row in rows]
+        for n, row in broadcast(tokens, guard.state.rows):
+            ends.append(None if row.offset is None else n + row.offset)
         if mask is not None and mask.shape == (len(tokens), seen + new):
             _check_counts(mask[:, :seen].bool().sum(1).tolist(), tokens, seen)
         elif mask is None:

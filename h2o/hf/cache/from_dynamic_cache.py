@@ -14,8 +14,7 @@ from h2o.arguments.torch_values import check_mask
 from h2o.errors import UnsupportedError
 from h2o.hf.cache_state import recurrent_states
 from h2o.hf.conversation.pass_guard import PassGuard
-from h2o.hf.conversation.seen_text import UNKNOWN_TEXT
-from h2o.hf.conversation.state import CacheState, RowState, with_padding
+from h2o.hf.conversation.state import UNKNOWN_TEXT, CacheState, RowState, with_padding
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.model_traits.layer_kinds import has_states, kind_of
 from h2o.hf.prompt.prompt_budget import prompt_lengths

@@ -245,3 +245,15 @@ def join_slots_and_tokens(
         None if slots.values is None else torch.cat([slots.values, value], dim=2),
         torch.cat([slots.positions[:, 0] >= 0, real], dim=1),
     )
+
+
+def positions_in(mask: Tensor | None, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions of a prompt's columns, [B, 1, K] int64, -1 at padding, and the number of tokens in
+    each row, [B, 1, 1]. The mask is [B, K], the scores are [B, G, K]."""
+    B, _, K = scores.shape
+    if mask is None:
+        positions = torch.arange(K, device=scores.device).expand(B, 1, K)
+        return positions, positions.new_full((B, 1, 1), K)
+    real = mask.bool()
+    count = real.cumsum(1)[:, None]
+    return (count - 1).masked_fill(~real[:, None], -1), count[..., -1:]

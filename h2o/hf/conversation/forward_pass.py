@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -35,7 +35,7 @@ class ForwardPass:
     """What lowers them again (`EarlierBudgets` of h2o.hf.prompt.prompt_budget), if no layer stores
     anything"""
     thread: int = dataclasses.field(default_factory=threading.get_ident)
-    stored: list[int] = dataclasses.field(default_factory=list)
+    stored: set[int] = dataclasses.field(default_factory=set)
     """The layers that have stored their new keys"""
     waiting: int | None = None
     """The layer whose new keys have not been attended to yet. An interrupt (Ctrl-C) leaves this
@@ -68,14 +68,35 @@ class ForwardPass:
         if planned.raise_budgets is not None:
             self.take_back = planned.raise_budgets()
 
-    def begin_prompt(self, prompt: Any, after: CacheState) -> None:
-        """Note what the first layer of a prompt has found out."""
-        self.prompt, self.after = prompt, after
-
     def check_pins(self, tokens: Tensor) -> None:
         """Note whether pinned tokens are still to arrive, now that rows have seen `tokens` [B]."""
         if not self.after.pinned.has_pending(tokens.tolist()):
             self.after = self.after._replace(waits_for_pins=False)
+
+
+def interruption(
+    current: ForwardPass | None, finished: ForwardPass | None, counting: Sequence[int]
+) -> str:
+    """Error message for a pass that only some layers have stored; "" if there is none.
+
+    Args:
+        current: the pass that has not ended; None if the last one has.
+        finished: the last pass of a model with states, if it has ended.
+        counting: the layers that store keys.
+    """
+    last = current or finished
+    if current is not None and current.waiting is not None:
+        return waiting_message(current.waiting)
+    if current is not None and 0 < len(current.stored) < len(counting):
+        return disagreement_message(current, counting)
+    if last is None or not last.accesses:  # no layer has states
+        return ""
+    if last.has_missed_states or (current is not None and current.has_changed):
+        return (
+            "the last forward pass was interrupted between two layers, and only some of the "
+            "model's states have seen its tokens. Call cache.reset() and start over"
+        )
+    return ""
 
 
 def in_use_elsewhere() -> RuntimeError:
@@ -99,7 +120,7 @@ def waiting_message(layer: int) -> str:
     )
 
 
-def disagreement_message(the_pass: ForwardPass, counting: list[int]) -> str:
+def disagreement_message(the_pass: ForwardPass, counting: Sequence[int]) -> str:
     """Error message for a pass that was interrupted between two of the layers that store keys."""
     stored, seen = sorted(the_pass.stored), the_pass.after.columns
     if the_pass.before.columns:
@@ -108,7 +129,7 @@ def disagreement_message(the_pass: ForwardPass, counting: list[int]) -> str:
             "different numbers of tokens. Call cache.reset() and start over"
         )
     run = len(stored)
-    if stored == counting[:run]:
+    if stored == list(counting[:run]):
         return (
             f"{run} of the cache's {len(counting)} layers have seen {seen} tokens, the others "
             "none. If an earlier call raised an error, its forward pass was interrupted between "

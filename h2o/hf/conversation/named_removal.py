@@ -15,8 +15,14 @@ import torch
 from torch import Tensor
 
 from h2o.hf.conversation.pins import as_positions
-from h2o.hf.conversation.seen_text import NO_TEXT, UNKNOWN_TEXT, SeenText
-from h2o.hf.conversation.state import CacheState, RowState, broadcast
+from h2o.hf.conversation.state import (
+    NO_TEXT,
+    UNKNOWN_TEXT,
+    CacheState,
+    RowState,
+    SeenText,
+    broadcast,
+)
 from h2o.spans import GivenPins, Row, overlap, size, without
 
 

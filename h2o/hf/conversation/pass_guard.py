@@ -27,17 +27,18 @@ from h2o.hf.conversation.forward_pass import (
     ForwardPass,
     disagreement_message,
     in_use_elsewhere,
+    interruption,
     waiting_message,
 )
 from h2o.hf.conversation.pins import NO_PINS, Pins
+from h2o.hf.conversation.rope_deltas import put_rope_deltas
 from h2o.hf.conversation.state import (
     CacheState,
     NewColumns,
     RowState,
     change_list,
-    put_rope_deltas,
 )
-from h2o.hf.conversation.weights_origin import WeightsOrigin
+from h2o.model_identity.weights import WeightsOrigin
 
 WITHOUT_CACHE = (
     "use_cache=False with an H2OCache: generate() then feeds the whole text again for each token. "
@@ -113,7 +114,8 @@ class PassGuard:
         self.records_passes = False
         """Whether passes are recorded, so that `H2OCache.crop` can take back their columns"""
         self.only_scores = False
-        """Whether passes only add attention to the scores of stored keys, and store no new keys"""
+        """Whether the pass only adds attention to the scores of stored keys, and stores no new keys
+        """
         self.pins = pins
         self.origin = WeightsOrigin()
         self.counter: Tensor | None = None
@@ -147,14 +149,32 @@ class PassGuard:
         self.planned = planned
 
     @contextmanager
-    def telling(self, call: ModelCall | None) -> Iterator[None]:
+    def telling(self, call: ModelCall | None, *, only_scores: bool = False) -> Iterator[None]:
         """Within the block a forward pass has these inputs. None: they are read from the calls of
-        transformers (`h2o.compat_calls`)."""
-        self.told = call
+        transformers (`h2o.compat_calls`). `only_scores`: whether it only adds attention to the
+        scores of stored keys, and stores no new keys."""
+        self.told, self.only_scores = call, only_scores
         try:
             yield
         finally:
-            self.told = None
+            self.told, self.only_scores = None, False
+
+    def accept_config(self, config: Any) -> None:
+        """Note that the cache was compared with this config, which takes longer than all other
+        checks of a decode step."""
+        self.checked_config = config
+
+    def record_passes(self) -> None:
+        """Record passes from now on."""
+        self.records_passes = True
+
+    def separate_rows(self) -> None:
+        """Let the rows be independent conversations from now on."""
+        self.has_independent_rows = True
+
+    def admit_growth(self) -> None:
+        """Let rows have budgets that follow the text by the config of their own request."""
+        self.grows = True
 
     def enter(
         self, layer: int, Q: int | None = None, plan: Callable[[int], ForwardPass] | None = None
@@ -226,23 +246,32 @@ class PassGuard:
         if the_pass is not None and not torch.compiler.is_compiling():
             the_pass.accesses[layer] += 1
 
+    def begin_prompt(self, prompt: Any, after: CacheState) -> None:
+        """Note what the first layer of a prompt has found out: the `PromptRows`, and the state
+        after the pass."""
+        assert self.current is not None
+        self.current.prompt, self.current.after = prompt, after
+
     def layer_stored(self, layer: int, tokens: Tensor | None = None) -> None:
-        """Record that a layer has stored its new keys. `tokens`: the number [B] that each row has
-        seen, if the layer may pin some."""
+        """Record that a layer has stored its new keys, if something is left to do before
+        `layer_done`. `tokens`: the number [B] that each row has seen, if the layer may pin some."""
         if (the_pass := self.current) is not None:
-            the_pass.stored.append(layer)
+            the_pass.stored.add(layer)
             if tokens is not None and the_pass.after.waits_for_pins:
                 the_pass.check_pins(tokens)
 
-    def layer_done(self, layer: int) -> None:
+    def layer_done(self, layer: int, *, stores: bool = False) -> None:
         """Record that a layer is done with its new keys. The last layer that stores any commits the
-        pass, and the last one that attends to them ends it."""
+        pass, and the last one that attends to them ends it. `stores`: whether it has stored them,
+        if that is not recorded yet."""
         the_pass = self.current
         if the_pass is not None:
-            the_pass.waiting = None
+            if stores:
+                the_pass.stored.add(layer)
             is_whole = self.only_scores or len(the_pass.stored) == len(self.counting)
             if layer == self.storing[-1] and is_whole:
                 self._commit(the_pass)
+            the_pass.waiting = None  # an interrupt before this line is noticed
             if layer == self.last and is_whole:
                 self.current = None
 
@@ -323,30 +352,14 @@ class PassGuard:
         """Raise RuntimeError if another thread is within a forward pass, or if the last pass was
         interrupted. A pass that has stored nothing is forgotten."""
         self.check_thread()
-        if message := self._interruption():
+        if message := interruption(self.current, self.finished, self.counting):
             raise RuntimeError(message)
         self.current = None  # nothing was stored, or only layers that reuse keys are missing
 
     @property
     def is_broken(self) -> bool:
         """Whether a forward pass is under way or was interrupted."""
-        return bool(self._interruption())
-
-    def _interruption(self) -> str:
-        """Error message for a pass that only some layers have stored; "" if there is none."""
-        the_pass, last = self.current, self.current or self.finished
-        if the_pass is not None and the_pass.waiting is not None:
-            return waiting_message(the_pass.waiting)
-        if the_pass is not None and 0 < len(the_pass.stored) < len(self.counting):
-            return disagreement_message(the_pass, self.counting)
-        if not self.has_states or last is None:
-            return ""
-        if last.has_missed_states or (the_pass is not None and the_pass.has_changed):
-            return (
-                "the last forward pass was interrupted between two layers, and only some of the "
-                "model's states have seen its tokens. Call cache.reset() and start over"
-            )
-        return ""
+        return bool(interruption(self.current, self.finished, self.counting))
 
     def check_angles(self, seen: int, new: int) -> None:
         """Raise ValueError if `new` tokens would change the rotary angles of the `seen` tokens."""
@@ -366,19 +379,10 @@ class PassGuard:
 
     # ---- Between passes ------------------------------------------------------------------------
 
-    def count_in_tensor(self) -> None:
-        """Count columns in a tensor, for captured graphs, as in transformers' StaticLayer."""
-        self.counter = writable(torch.tensor(0, dtype=torch.int64, device="cpu"))
-
-    def move_counter(self, device: torch.device) -> None:
-        """Move that tensor to the device of the slots."""
-        assert self.counter is not None
-        self.counter = writable(self.counter.to(device))
-
-    def count_captured(self, Q: int) -> None:
-        """Count Q more columns within a captured graph."""
-        assert self.counter is not None
-        self.counter.add_(Q)
+    def count_in(self, counter: Tensor) -> None:
+        """Count columns in this tensor, which captured graphs add to, as in transformers'
+        StaticLayer."""
+        self.counter = writable(counter)
 
     def change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         """Select or repeat the batch rows, even before the prompt.

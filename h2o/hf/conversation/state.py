@@ -16,11 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from h2o import compat_calls
 from h2o.budgets import UNLIMITED, count_text, next_growth
 from h2o.hf.conversation.pins import NOTHING_PINNED, PinnedRows
-from h2o.hf.conversation.seen_text import NO_TEXT, SeenText
-from h2o.hf.model_traits.wrappers import input_device
+from h2o.hf.conversation.text_digest import digest
 from h2o.hf.modes import COUNTS_PADDING, Mode
 from h2o.spans import Row
 
@@ -52,6 +50,96 @@ class RowState(NamedTuple):
     moved_back: int = 0
     """By how many positions `H2OCache.evict` has moved the next token back. Stored keys keep their
     rotation, so new queries and keys are rotated forward by as many positions."""
+
+
+PENDING = 64
+"""Number of forward passes whose ids are collected before they are added to the digest."""
+
+
+class SeenText(NamedTuple):
+    """Digest of the token ids of each row, without padding. Immutable, as are its tensors.
+
+    The digest becomes unknown after a pass of embeddings, a pass in a captured graph, or a
+    conversion from a DynamicCache. Then nothing is compared until the cache is emptied.
+    """
+
+    totals: Tensor | None = None
+    """[2, B] int64: digest and number of tokens of each row, without the pending passes"""
+    pending: tuple[tuple[Tensor, Tensor | None], ...] = ()
+    """Ids of each pending pass, and a mask that is False at padding (None: no padding)"""
+    is_known: bool = True
+
+    def __deepcopy__(self, memo: Any) -> SeenText:
+        return self
+
+    def add(self, ids: Tensor | None, mask: Tensor | None) -> SeenText:
+        """The text followed by the ids of a forward pass.
+
+        Args:
+            ids: [B, Q], copied; None if unknown.
+            mask: [B, Q or more] over the last columns, 0 at padding; None: no padding.
+        """
+        if not self.is_known:
+            return UNKNOWN_TEXT
+        if ids is None or ids.ndim != 2 or (mask is not None and mask.shape[1] < ids.shape[1]):
+            return UNKNOWN_TEXT
+        real = None if mask is None else (mask[:, mask.shape[1] - ids.shape[1] :] != 0)
+        new = ids.clone(), None if real is None else real.to(ids.device)
+        if len(self.pending) < PENDING:
+            return SeenText(self.totals, (*self.pending, new))
+        return SeenText(self._fold(), (new,))
+
+    def differing_rows(self, ids: Tensor, mask: Tensor | None) -> list[int]:
+        """Numbers of the rows in which `ids` [B, n] differ from the text.
+
+        Empty if the digest is unknown. `mask`: [B, n or more], 0 at padding."""
+        totals = self._fold()
+        if totals is None or totals.shape[1] != len(ids):
+            return []
+        real = torch.ones_like(ids) if mask is None else mask[:, : ids.shape[1]]
+        found = digest(ids, (real != 0).to(ids.device), 0)[0]
+        return (found != totals[0].to(found.device)).nonzero()[:, 0].tolist()
+
+    def counts(self) -> list[int] | None:
+        """Number of tokens in each row [B]; None if unknown."""
+        totals = self._fold()
+        return None if totals is None else totals[1].tolist()
+
+    def change_rows(self, change: Callable[[Tensor], Tensor]) -> SeenText:
+        """Select or repeat the rows, as `change` does with the first axis of a tensor."""
+        totals = self._fold()
+        return self if totals is None else SeenText(change(totals.T).T)
+
+    def as_dict(self) -> dict[str, Any] | None:
+        """Convert the digest for JSON; None if it is unknown."""
+        totals = self._fold()
+        if totals is None:
+            return None
+        digest, counts = totals.tolist()
+        return {"digest": digest, "counts": counts}
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any] | None) -> SeenText:
+        """Restore from the output of `as_dict`."""
+        if saved is None:
+            return UNKNOWN_TEXT
+        totals = [saved["digest"], saved["counts"]]
+        return cls(torch.tensor(totals, dtype=torch.long, device="cpu"))
+
+    def _fold(self) -> Tensor | None:
+        """`totals` with the pending passes. None if unknown or before the text."""
+        if not self.pending:
+            return self.totals
+        ids = torch.cat([x for x, _ in self.pending], dim=1)
+        real = torch.cat([x == x if mask is None else mask for x, mask in self.pending], dim=1)
+        if self.totals is None:
+            return digest(ids, real, 0)
+        before = self.totals.to(ids.device)
+        return before + digest(ids, real, before[1, :, None])
+
+
+NO_TEXT = SeenText()
+UNKNOWN_TEXT = SeenText(is_known=False)
 
 
 class CacheState(NamedTuple):
@@ -300,29 +388,3 @@ def change_list(change: Callable[[Tensor], Tensor], rows: Sequence[Any]) -> list
 def as_spans(pinned: list[Any] | None) -> Row | None:
     """Spans from JSON, which has no tuples."""
     return None if pinned is None else [(start, stop) for start, stop in pinned]
-
-
-def put_rope_deltas(state: CacheState) -> None:
-    """Put the value of a cache into the model whose call is under way; None if the cache is empty.
-
-    Qwen2-VL, Qwen2.5-VL, Qwen3-VL, GLM-4V and similar models keep `rope_deltas`, the difference
-    between the next position and the number of tokens. They hold only the value of the text that
-    they processed last, also if that was in another thread. A model that asks the cache for another
-    reason, or that keeps no such value, is not changed. Nor is it changed by a cache converted from
-    a DynamicCache, whose value only the model knows."""
-    if torch.compiler.is_compiling():
-        return
-    module, rows = compat_calls.find_rope_deltas_module()
-    if module is None:
-        return
-    if state.columns == 0:
-        module.rope_deltas = None
-        return
-    offsets = [row.offset for row in state.rows]
-    if None in offsets:
-        return
-    if rows and len(offsets) % rows == 0:
-        # generate() asks before it repeats each prompt for beams or num_return_sequences.
-        offsets = offsets[:: len(offsets) // rows]
-    device = input_device(module)
-    module.rope_deltas = torch.tensor(offsets, dtype=torch.long, device=device)[:, None]

@@ -32,7 +32,7 @@ from h2o.config.fields import ConfigFields, Pinned
 from h2o.errors import UnsupportedError
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.cache_state import recurrent_states
-from h2o.hf.conversation.seen_text import NO_TEXT
+from h2o.hf.conversation.state import NO_TEXT
 from h2o.hf.document.cut_cache import cut_cache
 from h2o.hf.layers.layer import H2OLayer
 from h2o.hf.model_traits.layer_kinds import counts_padding, has_states
@@ -251,7 +251,6 @@ class _Reader:
         for layer in self.layers:
             layer.policy = Policy(score_by="max")
             layer.slots.scores.zero_()
-        self.cache.guard.only_scores = True
         rows = [row[real] for row, real in zip(self.ids, self.mask, strict=True)]
         passes = max(math.ceil(len(x) / n) for x, n in zip(rows, at_once, strict=True))
         N = self.ids.shape[1]
@@ -264,7 +263,7 @@ class _Reader:
             # Left padding, between a document and its repetition, would enter windows and states.
             real = [torch.ones_like(piece, dtype=torch.bool) for piece in pieces]
             padded = (pad_sequence(x, batch_first=True) for x in (pieces, real))
-            _forward(self.model, self.cache, *padded, self.mask)
+            _forward(self.model, self.cache, *padded, self.mask, only_scores=True)
             _put_other_layers(self.cache, others)
             self.progress(N + min(N, (number + 1) * max(at_once)), self.columns)
         return [layer.kept().scores for layer in self.layers]
@@ -310,16 +309,24 @@ def _put_other_layers(cache: H2OCache, others: dict[int, Any]) -> None:
             cache.layers[index] = other
 
 
-def _forward(model: Any, cache: Any, ids: Tensor, mask: Tensor, before: Tensor) -> None:
+def _forward(
+    model: Any,
+    cache: Any,
+    ids: Tensor,
+    mask: Tensor,
+    before: Tensor,
+    *,
+    only_scores: bool = False,
+) -> None:
     """Run the model on ids [B, Q] with a mask [B, Q], without computing logits. The cache has seen
-    the columns of the mask `before` [B, n]."""
+    the columns of the mask `before` [B, n]. `only_scores`: see `PassGuard.telling`."""
     decoder, whole = decoder_of(model), torch.cat([before, mask], 1)
     more = {}
     if forward_accepts(decoder, "position_ids"):
         positions = before.sum(1, keepdim=True) + mask.cumsum(1) - 1
         more["position_ids"] = positions.clamp(min=0)
     call = ModelCall.of(model, ids, whole, more.get("position_ids"))
-    with cache.guard.telling(call):
+    with cache.guard.telling(call, only_scores=only_scores):
         decoder(
             input_ids=ids,
             attention_mask=whole,

@@ -11,7 +11,7 @@ from h2o import ops
 from h2o.config import H2OConfig
 from h2o.hf.cache.cache import H2OCache
 from h2o.hf.cache_state import slot_layout
-from h2o.hf.cache_state.slot_layout import Budgets, Capacity
+from h2o.hf.cache_state.slot_layout import Budgets, Capacity, positions_in
 from h2o.hf.cache_state.trace import find_evicted
 from h2o.hf.conversation.pins import PinnedRows
 from h2o.hf.layers.layer import H2OLayer
@@ -21,7 +21,6 @@ from h2o.hf.prompt.cross_head_budget import (
     add_slots,
     allocate_slots,
     each_head,
-    positions_in,
     reserve_for_heads,
 )
 from h2o.hf.prompt.prompt_budget import PromptBudget, PromptRows

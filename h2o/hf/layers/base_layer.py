@@ -18,6 +18,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from h2o import ops
 from h2o.config.layer_plan import LayerPlan
+from h2o.errors import UnsupportedError
 from h2o.hf.cache_state import slot_layout
 from h2o.hf.cache_state.kept_keys import Kept
 from h2o.hf.cache_state.report import LayerReport
@@ -95,24 +96,6 @@ class BaseLayer(CacheLayerMixin):
         self.trace = Trace() if trace else None
         self.empty()
 
-    def import_keys(self, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
-        """Store keys and values [B, G, n, D] of another cache, except padding (mask [B, n]).
-
-        The slots hold them in ascending order of position. Their scores are 0, and the budget is
-        unlimited, until the next forward pass scores them and evicts down to the budget
-        (`CacheState.unscored`)."""
-        _, *rows = self.variant.receive(self, keys, values)
-        self.variant.forget()  # no attention follows
-        size = 1 + (keys.shape[2] if mask is None else int(mask.sum(1).max()))
-        kind = {"value_weighted": self.config.value_weighted}
-        slots = ops.new_slots(rows[0], size, shared=rows[1] is None, **kind)
-        scores = torch.zeros(rows[0].shape[:3], dtype=torch.float32, device=keys.device)
-        ops.evict(*rows, scores, slots, mask=mask, **kind)
-        self.facts = LayerFacts(row_size=(rows[0].shape[-1], keys.element_size()))
-        self.set_slots(slots, Capacity(self.capacity.widest, [size]))
-        if self.trace is not None:
-            self.trace.record(self.slots, self.capacity.sizes, keys.shape[2], mask)
-
     def take_rows(
         self, rows: list[int], source: BaseLayer, source_rows: list[int], B: int, longest: int
     ) -> None:
@@ -150,6 +133,13 @@ class BaseLayer(CacheLayerMixin):
         """Bytes of one row, over all tensors, once its budget is full."""
         widest = self.capacity.widest
         return slot_layout.row_bytes(self.slots, slot_layout.capacities(widest, max(widest)))
+
+    def _raise_shape_error(self, keys: torch.Size, values: torch.Size) -> None:
+        """Raise UnsupportedError because new keys and values have different shapes."""
+        raise UnsupportedError(
+            f"layer {self.layer_idx} has keys of shape {tuple(keys)} and values of shape "
+            f"{tuple(values)}. h2o needs the same head dimension for both"
+        )
 
     def _raise_batch_error(self, given: int) -> None:
         """Raise ValueError because a batch of `given` rows does not fit."""

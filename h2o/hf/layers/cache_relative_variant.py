@@ -19,7 +19,7 @@ from h2o import ops
 from h2o.compat import cache_in
 from h2o.compat_calls import replace_positions
 from h2o.errors import UnsupportedError
-from h2o.hf.attention.attention_call import AttentionCall, NewTokens
+from h2o.hf.attention.attention_call import AttentionCall, NewTokens, step
 from h2o.hf.cache_state import slot_layout
 from h2o.hf.layers.plain_variant import PlainVariant
 from h2o.hf.rotary.model_rotary import ModelRotary, rotate
@@ -27,6 +27,8 @@ from h2o.hf.rotary.model_rotary import ModelRotary, rotate
 
 class CacheRelativeVariant(PlainVariant):
     """Stores keys without rotation. Attention rotates them by rank."""
+
+    centers_on_gpus = False  # their kernels would rotate keys without their offsets
 
     def __init__(self, rotary: ModelRotary) -> None:
         self.rotary = rotary
@@ -45,11 +47,6 @@ class CacheRelativeVariant(PlainVariant):
             query, key = rotate(query, inverse_angles), rotate(key, inverse_angles)
         return tokens._replace(query=query, key=key)
 
-    def centers_keys(self, tokens: NewTokens) -> bool:
-        """Whether a prompt's quantized keys are stored with offsets. Kernels for GPUs would rotate
-        keys without their offsets."""
-        return not tokens.key.is_cuda and super().centers_keys(tokens)
-
     def attention(
         self, layer: Any, tokens: NewTokens, slots: ops.Slots | None
     ) -> tuple[Tensor, Tensor]:
@@ -63,14 +60,12 @@ class CacheRelativeVariant(PlainVariant):
             rotary=self.rotary, most=most, policy=layer.policy, **tokens.options,
         )  # fmt: skip
 
-    def step(
-        self, layer: Any, tokens: NewTokens, slots: ops.Slots, rotary: ops.Rotary | None = None
-    ) -> Tensor:
+    def step(self, layer: Any, tokens: NewTokens, slots: ops.Slots) -> Tensor:
         if self._ranks is None:
             self._ranks = ranks(slots, layer.capacity.sizes)
         longest = min(layer.guard.state.longest, max(layer.capacity.widest)) + 1
         table = self.rotary.table(longest, slots.keys.device)
-        return super().step(layer, tokens, slots, ops.Rotary(table, self._ranks))
+        return step(tokens, slots, layer.policy, ops.Rotary(table, self._ranks))
 
     def slots_changed(self, layer: Any) -> None:
         self._ranks = None

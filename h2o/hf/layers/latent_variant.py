@@ -18,7 +18,7 @@ from torch import Tensor
 
 from h2o import ops
 from h2o.errors import UnsupportedError
-from h2o.hf.attention.attention_call import AttentionCall, NewTokens
+from h2o.hf.attention.attention_call import AttentionCall, NewTokens, attention, step
 from h2o.hf.layers.plain_variant import PlainVariant
 from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.model_traits.latent_attention import Expansion
@@ -40,9 +40,8 @@ class LatentVariant(PlainVariant):
         """Whether the layer has attended, so that later steps need not check the model's weights"""
         self.forget()
 
-    def receive(self, layer: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Join latents [B, 1, Q, L] and rotated keys [B, 1, Q, P] to rows [B, 1, Q, L + P]. The
-        model expands the latents, which carry the layer, before it attends."""
+    def join(self, layer: Any, keys: Tensor, values: Tensor) -> Tensor:
+        """Join latents [B, 1, Q, L] and rotated keys [B, 1, Q, P] to rows [B, 1, Q, L + P]."""
         if keys.shape[:-1] != values.shape[:-1] or keys.shape[-1] != self.latent:
             raise UnsupportedError(
                 f"layer {layer.layer_idx} has latents of shape {tuple(keys.shape)} and rotated "
@@ -51,7 +50,11 @@ class LatentVariant(PlainVariant):
             )
         rows = torch.cat([keys, values.to(keys.dtype)], dim=-1).detach()
         self._rows = rows
-        return TaggedTensor.of(keys, h2o_layer=layer), rows, None
+        return rows
+
+    def carry(self, layer: Any, keys: Tensor) -> Tensor:
+        """Latents that the model expands before it attends."""
+        return TaggedTensor.of(keys, h2o_layer=layer)
 
     def convert(self, layer: Any, tokens: NewTokens, call: AttentionCall) -> NewTokens:
         """The new rows, and queries in the latent space, of tokens with expanded keys and values.
@@ -94,22 +97,20 @@ class LatentVariant(PlainVariant):
         if self._expanded is not None:
             out, scores = _expanded_attention(layer, *self._expanded, tokens)
         else:
-            out, scores = super().attention(layer, tokens, slots)
+            out, scores = attention(tokens, slots, layer.policy)
             out = self._expand_output(out)
         if self._mesh is not None:
             for x in (*held, scores):
                 tensor_parallel.reduce_over_heads(x, self._mesh, layer.policy.scores_largest)
         return out, scores
 
-    def step(
-        self, layer: Any, tokens: NewTokens, slots: ops.Slots, rotary: ops.Rotary | None = None
-    ) -> Tensor:
+    def step(self, layer: Any, tokens: NewTokens, slots: ops.Slots) -> Tensor:
         """Store one token and return its output [B, 1, H, V]."""
         # A quantized row must be attended to as it is stored, which only a step does.
         many = tokens.query.shape[1] >= MANY and layer.config.kv_dtype is None
         if many or self._mesh is not None:
             return layer.attend_and_evict(tokens, slots)
-        return self._expand_output(super().step(layer, tokens, slots, rotary))
+        return self._expand_output(step(tokens, slots, layer.policy))
 
     def _expand_output(self, out: Tensor) -> Tensor:
         """Convert output over rows to output over values, except when `crop` repeats a pass."""

@@ -18,29 +18,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o import ops
+from h2o import backends, ops
 from h2o.compat import StatesAndKeysLayer, StatesLayer
 from h2o.hf.attention.attention_call import (
     AttentionCall,
     NewTokens,
     as_autocast,
     as_operand,
+    attention,
     evict_after,
     round_like_slots,
 )
 from h2o.hf.cache_state import slot_layout
 from h2o.hf.cache_state.layer_snapshot import restore, take_snapshot
-from h2o.hf.cache_state.slot_layout import Budgets, Capacity
+from h2o.hf.cache_state.slot_layout import Budgets, Capacity, positions_in
 from h2o.hf.conversation.forward_pass import disagreement_message
 from h2o.hf.conversation.pass_guard import WITHOUT_CACHE
-from h2o.hf.layers.base_layer import BaseLayer
+from h2o.hf.layers.base_layer import BaseLayer, LayerFacts
 from h2o.hf.layers.crop import record_pass
 from h2o.hf.layers.named_eviction import move_forward
 from h2o.hf.layers.slot_check import CHECKS_SLOTS, check_slots
 from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.modes import Mode, check_modes
 from h2o.hf.prompt import prompt_budget
-from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt, positions_in
+from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt
+from h2o.slots import should_center
+from h2o.tensors import check_memory
 
 
 class H2OLayer(BaseLayer):
@@ -62,9 +65,11 @@ class H2OLayer(BaseLayer):
             ValueError: wrong batch size, number of heads or size of a head.
             UnsupportedError: (a ValueError) key and value shapes that h2o does not support.
         """
-        keys, rows, values = self.variant.receive(self, key_states, value_states)
-        shape = rows.shape
-        last = rows if values is None else values
+        shape, rows, last = key_states.shape, key_states, value_states
+        if self.variant.join is not None:
+            rows = last = self.variant.join(self, key_states, value_states)
+        elif shape != value_states.shape:
+            self._raise_shape_error(shape, value_states.shape)
         if self.slots is None:
             if shape[0] == 0:
                 raise ValueError("an H2OCache needs at least one row, not a batch of 0")
@@ -88,6 +93,12 @@ class H2OLayer(BaseLayer):
             restore(self, take_snapshot(self).each(lambda x: x.to(rows.device)))
         if self.guard.current is None:  # the layer is used without a cache
             self.guard.enter(self.layer_idx, shape[2])
+        # A detached view is the cheapest. If gradients are required, the view must stay in the
+        # graph, so that a backward pass raises an error.
+        keys: Any = key_states[:] if key_states.requires_grad else key_states.detach()
+        keys.h2o_layer = self
+        if self.variant.carry is not None:
+            keys = self.variant.carry(self, keys)
         return keys, value_states
 
     def attend(self, call: AttentionCall) -> Tensor:
@@ -140,7 +151,8 @@ class H2OLayer(BaseLayer):
                 query, key, value = as_autocast(query, key, value)
             dtype = query.dtype
             sinks = None if call.sink_logits is None else as_operand(call.sink_logits)
-            tokens = NewTokens(query, key, value, call.mask, call.scale, call.softcap, sinks)
+            scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
+            tokens = NewTokens(query, key, value, call.mask, scale, call.softcap, sinks)
             if self.variant.convert is not None:
                 tokens = self.variant.convert(self, tokens, call)
             if self.facts.has_removed and state.moved_back and not compiling:
@@ -167,7 +179,7 @@ class H2OLayer(BaseLayer):
             if self.variant.end_call is not None:
                 self.variant.end_call()
         self.last = last
-        guard.layer_done(self.layer_idx)
+        guard.layer_done(self.layer_idx, stores=self.slots is not None and not compiling)
         if CHECKS_SLOTS and the_pass is not None:
             check_slots(self, the_pass.after)
         return out if out.dtype == dtype else out.to(dtype)
@@ -179,20 +191,33 @@ class H2OLayer(BaseLayer):
             return self._attend_prompt(tokens)
         out: Tensor
         if self.guard.only_scores:
-            out, _ = self.variant.attention(self, tokens, self.slots)
+            out, _ = self._attention(tokens, self.slots)
             return out
         if self.runner.is_compileable and self.runner.captures(self, tokens):
             return self.runner.run(self, tokens)
         Q = tokens.query.shape[2]
         if state.longest + Q > self.capacity.tokens:
             self.make_room(state.longest + Q)
-        if Q == 1 and not state.waits_for_pins:  # a step cannot pin its key
-            out = self.variant.step(self, tokens, self.slots)
-        else:
+        if Q > 1 or state.waits_for_pins:  # a step cannot pin its key
             out = self.attend_and_evict(tokens, self.slots)
-        self.guard.layer_stored(self.layer_idx, self.slots.seen_tokens)
+        elif self.variant.step is not None:
+            out = self.variant.step(self, tokens, self.slots)
+        else:  # not by `ops.step`, since every call counts in each layer of each token's pass
+            query, key, value, mask, scale, softcap, sinks = tokens
+            if torch.is_grad_enabled():
+                check_memory(
+                    self.slots, query=query, key=key, value=value, mask=mask, sink_logits=sinks
+                )
+            B, H, Q, D = query.shape
+            out = query.new_empty(B, Q, H, D)
+            backends.backend_if_open(query).step(
+                query, key, value, mask, self.slots, out, scale, softcap, self.policy, None, None,
+                sinks,
+            )  # fmt: skip
+        if state.waits_for_pins:
+            self.guard.layer_stored(self.layer_idx, self.slots.seen_tokens)
         if self.trace is not None:
-            self.trace.record(self.slots, self.capacity.sizes, Q, tokens.mask)
+            self._record_evictions(Q, tokens.mask)
         return out
 
     def _attend_prompt(self, tokens: NewTokens) -> Tensor:
@@ -209,7 +234,7 @@ class H2OLayer(BaseLayer):
         budget = rows.budget(self.plan, G, self.facts.part, size)
         scores_before = None if unscored is None else unscored.scores.clone()
         try:
-            out, scores = self.variant.attention(self, tokens, unscored)
+            out, scores = self._attention(tokens, unscored)
             keys, values, mask, echo = tokens.key, tokens.value, tokens.mask, None
             if unscored is None:
                 if self.scorer is not None:
@@ -219,7 +244,7 @@ class H2OLayer(BaseLayer):
                 scores = torch.cat([unscored.scores, scores], dim=2)
             if rows.pinned.rows:
                 scores = rows.pinned.score(scores, positions_in(mask, scores)[0])
-            centers = self.config.kv_dtype is not None and self.variant.centers_keys(tokens)
+            centers = self.config.kv_dtype is not None and self._centers_keys(tokens)
             prompt = Prompt(
                 keys, values, mask, scores, echo, rows.counts, Q, tokens.mask, budget, centers
             )
@@ -233,6 +258,17 @@ class H2OLayer(BaseLayer):
             raise
         return out
 
+    def _attention(self, tokens: NewTokens, slots: ops.Slots | None) -> tuple[Tensor, Tensor]:
+        """Output [B, Q, H, D], and the attention [B, G, Q] that the new keys received."""
+        if self.variant.attention is None:
+            return attention(tokens, slots, self.policy)
+        return self.variant.attention(self, tokens, slots)  # type: ignore[no-any-return]
+
+    def _centers_keys(self, tokens: NewTokens) -> bool:
+        """Whether a prompt's quantized keys are stored with offsets."""
+        is_possible = self.variant.centers_on_gpus or not tokens.key.is_cuda
+        return is_possible and should_center(tokens.key, tokens.softcap, tokens.sink_logits)
+
     def _compete(self, prompt: Prompt, pool: CrossHeadBudget) -> None:
         """Let the keys of a prompt compete with those of other layers for one budget. The last
         layer stores the prompts of all.
@@ -244,6 +280,7 @@ class H2OLayer(BaseLayer):
             check_modes({Mode.TENSOR_PARALLEL, Mode.SHARED_BUDGET})
         for layer, own, by_row in pool.take(self.layer_idx, prompt, self):
             layer.store(own, by_row)
+            self.guard.layer_stored(layer.layer_idx)
 
     def store(self, prompt: Prompt, by_row: Budgets) -> None:
         """Store the keys of a prompt that fit the budgets. `by_row`: see `Budgets`."""
@@ -261,15 +298,21 @@ class H2OLayer(BaseLayer):
         )
         self.set_slots(slots, capacity)
         self.facts = self.facts._replace(lost_pool=prompt.lost_pool)
-        self.guard.layer_stored(self.layer_idx, slots.seen_tokens)
         if self.trace is not None:
-            self.trace.record(slots, capacity.sizes, prompt.columns, prompt.column_mask)
+            self._record_evictions(prompt.columns, prompt.column_mask)
+
+    def _record_evictions(self, columns: int, mask: Tensor | None) -> None:
+        """Record in the trace what a pass has evicted. An error leaves a pass that was interrupted,
+        because the layer has stored its keys."""
+        assert self.trace is not None
+        self.guard.layer_stored(self.layer_idx)
+        self.trace.record(self.slots, self.capacity.sizes, columns, mask)
 
     def attend_and_evict(self, tokens: NewTokens, slots: ops.Slots) -> Tensor:
         """Attend to the slots and the new tokens, then keep as many of both as fit the budget."""
 
         def attend() -> tuple[Tensor, Tensor]:
-            out, scores = self.variant.attention(self, round_like_slots(tokens, slots), slots)
+            out, scores = self._attention(round_like_slots(tokens, slots), slots)
             if self.guard.state.waits_for_pins:
                 positions, _ = positions_in(tokens.mask, scores)
                 after = (positions + slots.seen_tokens[:, None, None]).masked_fill(
@@ -279,6 +322,28 @@ class H2OLayer(BaseLayer):
             return out, scores
 
         return evict_after(attend, tokens, slots, self.policy)
+
+    def import_keys(self, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
+        """Store keys and values [B, G, n, D] of another cache, except padding (mask [B, n]).
+
+        The slots hold them in ascending order of position. Their scores are 0, and the budget is
+        unlimited, until the next forward pass scores them and evicts down to the budget
+        (`CacheState.unscored`)."""
+        rows: tuple[Tensor, Tensor | None] = keys, values
+        if self.variant.join is not None:
+            rows = self.variant.join(self, keys, values), None
+        elif keys.shape != values.shape:
+            self._raise_shape_error(keys.shape, values.shape)
+        self.variant.forget()  # no attention follows
+        size = 1 + (keys.shape[2] if mask is None else int(mask.sum(1).max()))
+        kind = {"value_weighted": self.config.value_weighted}
+        slots = ops.new_slots(rows[0], size, shared=rows[1] is None, **kind)
+        scores = torch.zeros(rows[0].shape[:3], dtype=torch.float32, device=keys.device)
+        ops.evict(*rows, scores, slots, mask=mask, **kind)
+        self.facts = LayerFacts(row_size=(rows[0].shape[-1], keys.element_size()))
+        self.set_slots(slots, Capacity(self.capacity.widest, [size]))
+        if self.trace is not None:
+            self.trace.record(self.slots, self.capacity.sizes, keys.shape[2], mask)
 
     def reset(self) -> None:
         """Empty the layer and free its memory."""

@@ -68,7 +68,7 @@ class CapturedRunner(EagerRunner):
         operator = torch.ops.h2o.step if Q == 1 else torch.ops.h2o.chunk
         out: Tensor = operator(*new, *layer.slots, *layer.policy, **tokens.options)
         if layer.layer_idx == max(guard.plans):
-            guard.count_captured(Q)
+            guard.counter.add_(Q)
         return out
 
     @staticmethod
@@ -89,7 +89,7 @@ class CapturedRunner(EagerRunner):
             return
         guard = layer.guard
         if layer.layer_idx == guard.first:
-            guard.move_counter(slots.keys.device)
+            guard.count_in(guard.counter.to(slots.keys.device))
         if slots.keys.device.type == "cpu":
             return  # a compiler that freezes weights would mistake marked tensors for weights
         # A CUDA graph always uses the addresses from its capture.

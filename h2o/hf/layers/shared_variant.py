@@ -27,6 +27,8 @@ from h2o.hf.attention.attention_call import (
     NewTokens,
     as_autocast,
     as_operand,
+    attention,
+    step,
 )
 from h2o.hf.layers.named_eviction import move_forward
 from h2o.hf.layers.plain_variant import PlainVariant
@@ -65,14 +67,10 @@ class SharedVariant(PlainVariant):
         self.reused_by = tuple(reused_by)
         self.attended: _Attended | None = None
 
-    def receive(
-        self, layer: Any, keys: Tensor, values: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """See `PlainVariant.receive`. A plain tensor carries the layer to other devices too."""
+    def carry(self, layer: Any, keys: Tensor) -> Tensor:
+        """Keys that later layers may move to other devices."""
         self.attended = None
-        view, *rows = super().receive(layer, keys, values)
-        view = TaggedTensor.of(view, h2o_layer=layer) if type(view) is Tensor else view
-        return view, *rows
+        return TaggedTensor.of(keys, h2o_layer=layer) if type(keys) is Tensor else keys
 
     def convert(self, layer: Any, tokens: NewTokens, call: AttentionCall) -> NewTokens:
         if tensor_parallel.part(call.module) != tensor_parallel.WHOLE:
@@ -85,14 +83,12 @@ class SharedVariant(PlainVariant):
         overwrites = not (layer.guard.only_scores or layer.guard.state.unscored)
         before = None if slots is None else _copy(slots, rows=overwrites)
         self.attended = _Attended(tokens, before, in_step=False)
-        return super().attention(layer, tokens, slots)
+        return attention(tokens, slots, layer.policy)
 
-    def step(
-        self, layer: Any, tokens: NewTokens, slots: ops.Slots, rotary: ops.Rotary | None = None
-    ) -> Tensor:
+    def step(self, layer: Any, tokens: NewTokens, slots: ops.Slots) -> Tensor:
         before = _copy(slots, rows=False)
         self.attended = _Attended(tokens, before, in_step=True)
-        return super().step(layer, tokens, slots, rotary)
+        return step(tokens, slots, layer.policy)
 
     def attend_later(self, layer: Any, call: AttentionCall) -> Tensor:
         """Output [B, P, H, D] of a later layer. Neither keys nor scores change."""
@@ -127,9 +123,9 @@ class SharedVariant(PlainVariant):
         )
         if in_step:
             assert slots is not None
-            out = super().step(layer, tokens, slots)
+            out = step(tokens, slots, layer.policy)
         else:
-            out, _ = super().attention(layer, tokens, slots)
+            out, _ = attention(tokens, slots, layer.policy)
         return out[:, Q - P :].to(dtype)
 
     def forget(self) -> None:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from h2o.config.layer_plan import LayerPlan
-from h2o.hf.cache_state.slot_layout import Budgets
+from h2o.hf.cache_state.slot_layout import Budgets, positions_in
 from h2o.hf.prompt.prompt_budget import PromptBudget
 from h2o.policy import Policy
 from h2o.quantization import CENTER_TOKENS
@@ -271,18 +271,6 @@ def _share(waiting: list[_Waiting], pool: list[int]) -> Iterator[tuple[Any, Prom
         prompt = first.whole()
         has_none = any(n == 0 for heads in counts for n in heads)
         yield first.layer, prompt._replace(lost_pool=bool(first.plan.floor and has_none)), budgets
-
-
-def positions_in(mask: Tensor | None, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions of a prompt's columns, [B, 1, K] int64, -1 at padding, and the number of tokens in
-    each row, [B, 1, 1]. The mask is [B, K], the scores are [B, G, K]."""
-    B, _, K = scores.shape
-    if mask is None:
-        positions = torch.arange(K, device=scores.device).expand(B, 1, K)
-        return positions, positions.new_full((B, 1, 1), K)
-    real = mask.bool()
-    count = real.cumsum(1)[:, None]
-    return (count - 1).masked_fill(~real[:, None], -1), count[..., -1:]
 
 
 def _ranks(prompt: Prompt, positions: Tensor, tokens: Tensor, policy: Policy) -> Tensor:

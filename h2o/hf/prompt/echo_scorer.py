@@ -26,8 +26,8 @@ from torch import Tensor
 
 from h2o.config import H2OConfig
 from h2o.hf.attention.attention_call import NewTokens
+from h2o.hf.cache_state.slot_layout import positions_in
 from h2o.hf.model_traits.layer_kinds import full_layers
-from h2o.hf.prompt.cross_head_budget import positions_in
 from h2o.hf.prompt.echo import largest
 from h2o.hf.rotary.model_rotary import ModelRotary, find_rotary
 from h2o.model_identity import describe, latent_row

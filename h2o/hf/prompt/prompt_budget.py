@@ -15,8 +15,8 @@ from torch import Tensor
 
 from h2o.budgets import UNLIMITED, next_growth
 from h2o.compat_calls import chunks_of_prompt
-from h2o.config.head_budgets import expand_to_heads, make_room
-from h2o.config.layer_plan import LayerPlan
+from h2o.config.head_budgets import make_room
+from h2o.config.layer_plan import LayerPlan, expand_to_heads
 from h2o.hf.cache_state.slot_layout import Budgets, Capacity
 from h2o.hf.conversation.pass_guard import PassGuard
 from h2o.hf.conversation.pins import NOTHING_PINNED, PinnedRows
@@ -139,7 +139,7 @@ def begin_prompt(
     pinned = resolve_pins(guard, lengths, mask, Q, row_size)
     # Budgets that follow the text count what was read, even beyond a given `prompt_length`.
     counted = [*map(max, counts, lengths)] if guard.grows else lengths
-    the_pass.begin_prompt(
+    guard.begin_prompt(
         PromptRows(counts, counted, pinned, capacities),
         state_after_prompt(
             the_pass.after, counts, lengths, counted, pinned, chunked, grows=guard.grows

@@ -135,6 +135,7 @@ class ModelRotary:
     def __init__(self, parts: Parts, text: Any, kind: str) -> None:
         self.function: Callable[..., Any] | None = None
         """Function that rotates queries and keys; None if no layer rotates them"""
+        self._takes_one = False  # whether the function rotates one tensor, not queries and keys
         self.rotated_layers: frozenset[int] = frozenset()
         """Layers whose queries and keys are rotated; SmolLM3 skips some layers"""
         self.adjacent = False  # whether pairs are adjacent elements
@@ -189,6 +190,8 @@ class ModelRotary:
         problems = []
         for self.function in parts.functions if recorded else ():
             try:
+                second = compat.parameters_of(self.function)[1]
+                self._takes_one = second.startswith("cos")
                 self._find_pairs()
                 for layer, runs in recorded.items():
                     if not self._is_rotation(*runs):
@@ -353,9 +356,8 @@ class ModelRotary:
     def _rotate_like_model(self, x: Tensor, ids: Tensor) -> Tensor:
         """Rotate x [B, heads, Q, D] at positions `ids` as the model would."""
         assert self.function is not None
-        _, second, *_ = compat.parameters_of(self.function)
         cos_and_sin = self._run_embedding(ids, x.dtype)
-        if second.startswith("cos"):
+        if self._takes_one:
             return self.function(x, *cos_and_sin)  # type: ignore[no-any-return]
         return self.function(x, x, *cos_and_sin)[0]  # type: ignore[no-any-return]
 

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from h2o.config.layer_plan import LayerPlan
 from h2o.hf.attention.attention_call import NewTokens
-from h2o.hf.cache_state.slot_layout import Budgets
+from h2o.hf.cache_state.slot_layout import Budgets, positions_in
 from h2o.hf.conversation.pins import PinnedRows
-from h2o.hf.prompt.cross_head_budget import positions_in
 from h2o.hf.simulation.simulated_layer import VisibleKeys
 
 

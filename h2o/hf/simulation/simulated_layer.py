@@ -29,10 +29,10 @@ from h2o.hf.attention.attention_call import (
     attention,
 )
 from h2o.hf.cache_state import slot_layout
-from h2o.hf.cache_state.slot_layout import Budgets
+from h2o.hf.cache_state.slot_layout import Budgets, positions_in
 from h2o.hf.cache_state.trace import by_column
 from h2o.hf.conversation.pins import PinnedRows
-from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt, positions_in
+from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt
 from h2o.hf.prompt.echo_scorer import PromptEcho
 from h2o.hf.prompt.prompt_budget import PromptBudget
 from h2o.hf.simulation.removals import Remaining, Removals

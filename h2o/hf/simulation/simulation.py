@@ -25,8 +25,7 @@ from h2o import ops
 from h2o.arguments.plain_values import check_flag, check_integer
 from h2o.config import H2OConfig, resolve_config
 from h2o.config.fields import FieldsOfTexts, Pinned
-from h2o.config.head_budgets import expand_to_heads
-from h2o.config.layer_plan import LayerPlan
+from h2o.config.layer_plan import LayerPlan, expand_to_heads
 from h2o.errors import UnsupportedError
 from h2o.hf.attention.attention_call import AttentionCall, NewTokens
 from h2o.hf.attention.attention_hook import replace_attention
