@@ -86,6 +86,7 @@ def test_lengths_of_prompts_are_repeated_with_their_rows():
     full = DynamicCache(config=ours.config)
     ours(ids, **with_cache(full))
     config = {"heavy": 0.2, "recent": 0.2, "min_tokens": 0, "prompt_length": [30, 20]}
+    config |= {"ratio_of": "prompt"}
     forks = [
         H2OCache.from_dynamic_cache(full, ours.config, **config).fork(rows=2),
         H2OCache(ours.config, **config).fork(rows=2),

@@ -192,7 +192,8 @@ def test_prompt_lengths_of_rows_that_generate_repeats(how, chunk):
 def test_prompt_lengths_follow_the_rows():
     ours = shared("llama")
     ids = torch.cat(prompts(20, 20, 20))
-    cache = H2OCache(ours.config, heavy=0.5, recent=0.0, min_tokens=0, prompt_length=[4, 8, 20])
+    budget = {"heavy": 0.5, "recent": 0.0, "min_tokens": 0, "ratio_of": "prompt"}
+    cache = H2OCache(ours.config, **budget, prompt_length=[4, 8, 20])
     cache.batch_select_indices([0, 2])
     cache.batch_repeat_interleave(2)
     ours(ids[[0, 0, 2, 2]], **with_cache(cache))
