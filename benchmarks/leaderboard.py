@@ -1,4 +1,4 @@
-"""Evaluate evicting caches with RULER and MATH-500, as kvpress' leaderboard, GSM8K and HumanEval.
+"""Evaluate evicting caches with RULER, MATH-500 (kvpress' leaderboard), GSM8K and HumanEval.
 
     python -m benchmarks.leaderboard ruler --data ruler_4096.jsonl --model Qwen/Qwen3-8B \\
         --device cuda --dtype bfloat16 --rows 8

@@ -21,13 +21,13 @@ def passes(text: str, prompt: str, tests: str) -> bool:
 
     Args:
         text: the answer, with the function in its first block of code, or anywhere if it has none.
-        prompt: the beginning of the function, with the imports that it needs.
+        prompt: the beginning of the function, after the imports and functions that it needs.
         tests: code that raises an error if the function is wrong.
     """
     block = re.search(r"```(?:python)?\n(.*?)(?:```|\Z)", text, re.DOTALL)
     written = block[1] if block else text
-    imports = prompt[: re.search(r"^def ", prompt, re.MULTILINE).start()]
-    program = "\n".join([imports, written, tests])
+    *_, function = re.finditer(r"^def ", prompt, re.MULTILINE)
+    program = "\n".join([prompt[: function.start()], written, tests])
     with tempfile.TemporaryDirectory() as folder:
         try:
             ended = subprocess.run(

@@ -51,7 +51,7 @@ def count_text(prompt: int, seen: int) -> int:
     """The number of tokens that a budget with `ratio_of="seen"` is a fraction of.
 
     It is `prompt` at first. As the text grows it follows the number of tokens, `seen`, in steps of
-    at most 64 tokens or a twentieth of the text, so that slots are rarely copied. It never shrinks.
+    at most 64 tokens or a twentieth of the text, so that slots are rarely copied. It never falls.
     """
     return max(prompt, seen - seen % _step_at(seen))
 

@@ -104,7 +104,7 @@ class H2OConfig(Presets):
     the profile that comes with h2o for this model. "echo" (requires `score_by="mean-echo"`): the
     prompt's heavy hitters are the keys with the highest echo (times the norm of the value if
     `value_weighted`) in any head. During prefill the cache then holds 1.125 times the budget plus
-    one whole layer, or all if `decay` is below 1 or layers have different numbers of heads."""
+    one whole layer, or the whole prompt if `decay` is below 1 or layers differ in their heads."""
     budget_unit: BudgetUnit = "keys"
     """Unit of fractions. "keys": tokens of the text. "bytes": heavy + recent is a share of the
     bytes that the text takes in a full cache in the model's dtype. The share must pay for the

@@ -5,7 +5,7 @@ models, and PEFT also wraps layers, which renames their weights. The weights of 
 while the adapter is active. They do not count while it is disabled. Nor do they count once it is
 merged, because the layer's own weights then contain it.
 
-A few numbers of the weights, a sample, recognize them in any dtype (`sample_tensors`,
+A sample of a few numbers of the weights recognizes them in any dtype (`sample_tensors`,
 `WeightsOrigin`).
 """
 

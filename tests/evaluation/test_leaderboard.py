@@ -37,8 +37,9 @@ GSM8K = [
 ]
 CODE = [
     {
-        "prompt": 'import math\n\n\ndef area(r: float) -> float:\n    """Area of a circle."""\n',
-        "test": "def check(candidate):\n    assert candidate(1) == math.pi",
+        "prompt": "import math\n\n\ndef square(x):\n    return x * x\n\n\n"
+        'def area(r: float) -> float:\n    """Area of a circle."""\n',
+        "test": "def check(candidate):\n    assert candidate(2) == math.pi * square(2)",
         "entry_point": "area",
     }
 ]

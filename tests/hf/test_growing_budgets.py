@@ -299,7 +299,11 @@ def test_a_first_pass_longer_than_the_prompt_that_was_announced():
             run(ours, one, ids[:, start:stop])
         assert cache.report().layers == plain.report().layers
         assert cache.guard.state.rows[0].counted == plain.guard.state.rows[0].counted
-    fixed = H2OCache(ours, heavy=0.2, recent=0.2, min_tokens=0, prompt_length=10, ratio_of="prompt")
+    share = {"heavy": 0.2, "recent": 0.2, "min_tokens": 0}
+    pinned = H2OCache(ours, **share, prompt_length=10, pinned=[(0, 12)])
+    run(ours, pinned, ids)  # a budget of 10 tokens would have no room for the pins
+    assert pinned.report().layers[0].budget == [24]
+    fixed = H2OCache(ours, **share, prompt_length=10, ratio_of="prompt")
     run(ours, fixed, ids)
     assert fixed.report().layers[0].budget == [4]
 

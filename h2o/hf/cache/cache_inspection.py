@@ -109,7 +109,7 @@ class CacheInspection(Cache):
             ValueError: the layer has no full attention.
         """
         kept = self._h2o_layer(layer).kept()
-        kept.check_row = functools.partial(_check_row, self.guard.state.text)
+        kept._check_row = functools.partial(_check_row, self.guard.state.text)
         return kept
 
     def tokens(

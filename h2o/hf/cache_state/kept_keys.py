@@ -33,13 +33,14 @@ class KeptToken(NamedTuple):
 
 class _Pair(NamedTuple):
     positions: Tensor
-    """int64 [B, G, K], ascending; -1 where a row or head holds fewer keys than others"""
     scores: Tensor
-    """float32 [B, G, K]; 0 where the position is -1, infinity where a key is pinned"""
 
 
 class Kept(_Pair):
     """`positions, scores = cache.kept(layer)`, with methods to inspect them.
+
+    `positions` are int64 [B, G, K], ascending, -1 where a row or head holds fewer keys than others.
+    `scores` are float32 [B, G, K], 0 where the position is -1, infinity where a key is pinned.
 
     A cache knows positions, not tokens. Methods that show text therefore need the `input_ids`
     [B, n] or [n] of everything that the cache has seen, such as the result of `generate()`. If the
@@ -47,7 +48,7 @@ class Kept(_Pair):
     are assumed not to be padding.
     """
 
-    check_row: Callable[[Tensor, int], None] | None = None
+    _check_row: Callable[[Tensor, int], None] | None = None
     """Raises ValueError if the ids [n] of a row are not those that the cache had seen. None: they
     are not compared"""
 
@@ -172,8 +173,8 @@ class Kept(_Pair):
                 f"input_ids has {len(ids)} tokens in row {row}, but the cache holds position "
                 f"{last}. Pass the ids of everything it has seen, such as generate()'s result"
             )
-        if self.check_row is not None:
-            self.check_row(ids, row)
+        if self._check_row is not None:
+            self._check_row(ids, row)
         return held, pieces(tokenizer, ids.tolist())
 
     def _matrix(self, row: int) -> Tensor:

@@ -330,12 +330,6 @@ class LastPass(NamedTuple):
     chunked_lengths: list[int] | None = None
     """Length of each row's prompt, if the pass was its first chunk"""
 
-    def crop(self, left: int) -> CacheState:
-        """The state after the first columns of the pass, up to `left` in all."""
-        if left == self.before.columns:
-            return self.before
-        return self.columns.cut(left - self.before.columns).advance(self.before, self.tokens)
-
 
 def with_padding(rows: Sequence[RowState], mask: Tensor | None) -> tuple[RowState, ...]:
     """The rows with `ends_in_padding` by a mask [B, n]; None if no row has padding.

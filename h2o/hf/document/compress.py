@@ -193,7 +193,7 @@ class _Reader:
         empty = H2OCache(self.model.config, config.after_reading, pinned=pinned)
         lengths, N = self.mask.sum(1).tolist(), self.mask.shape[1]
         # These three raise before any reading.
-        pinned_rows = prompt_budget.resolve_pins(empty.guard, lengths, self.mask, N)
+        pinned_rows = prompt_budget.resolve_pins(empty.guard, lengths, lengths, self.mask, N)
         at_once = [self.tokens_at_once(n, request.shape[1]) for n in lengths]
         self.check_angles(request)
         attention = self.document(config.policy)

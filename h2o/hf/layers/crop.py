@@ -87,14 +87,14 @@ def crop(
 
 
 def _pass_to_repeat(state: CacheState, left: int) -> ForwardPass:
-    """The first columns of the last pass, up to `left` in all. Before and after it are the same
-    state if no column of the pass is left, or if the pass was not recorded and nothing is to be
-    removed."""
+    """The first columns of the last pass, up to `left` in all, of which `plan_again` says the state
+    after it. No column is repeated if none of the pass is left, or if the pass was not recorded and
+    nothing is to be removed."""
     last = state.last_pass
     if last is None or left == state.columns:
         return ForwardPass(state, state._replace(last_pass=None), 0)
     columns = left - last.before.columns
-    return ForwardPass(last.before, last.crop(left), columns, last.chunked_lengths)
+    return ForwardPass(last.before, last.before, columns, last.chunked_lengths)
 
 
 def _check_record(h2o_layers: Sequence[Any], guard: PassGuard, left: int) -> None:

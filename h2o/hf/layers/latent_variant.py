@@ -73,7 +73,6 @@ class LatentVariant(PlainVariant):
                 "H2OCache does not support repeated forward passes: switch gradient checkpointing "
                 "off"
             )
-        scale = query.shape[-1] ** -0.5 if tokens.scale is None else tokens.scale
         rows = self._rows.to(query.dtype)
         is_prompt = layer.slots is None
         # A cache from a file or a DynamicCache has slots before its first pass.
@@ -84,7 +83,7 @@ class LatentVariant(PlainVariant):
             self._expanded = query, plain(key), plain(value)
         if not is_prompt or layer.record_past:  # `crop` may repeat the prompt, over its rows
             query = expansion.queries(query)
-        return tokens._replace(query=query, key=rows, value=None, scale=scale)
+        return tokens._replace(query=query, key=rows, value=None)
 
     def attention(
         self, layer: Any, tokens: NewTokens, slots: ops.Slots | None

@@ -3,10 +3,11 @@
 With `head_shares="echo"` all layers and heads of a row share one budget (compare Feng et al.,
 "Ada-KV", 2024, and Kim et al., "KVzip", 2025). Each head keeps its sinks and recent keys. All other
 slots form a pool, from which the keys with the highest echo get a slot each. Echo here is that of
-`h2o.hf.prompt.echo_scorer` times the norm of the key's value: heads differ in the size of their
-values, and a key with a small value changes little, whatever its attention. The slots that a head
-gets from the pool are added to its budget, and the head fills them with the keys that it ranks
-highest. If the prompt is prefilled in chunks, the first chunk decides the budgets.
+`h2o.hf.prompt.echo_scorer`, times the norm of the key's value if the policy is value-weighted:
+heads differ in the size of their values, and a key with a small value changes little, whatever its
+attention. The slots that a head gets from the pool are added to its budget, and the head fills them
+with the keys that it ranks highest. If the prompt is prefilled in chunks, the first chunk decides
+the budgets.
 
 The choice needs the echo of all layers, but not all of their keys. Suppose the pool of a row has N
 slots. The N-th highest echo so far is the threshold. It never falls, because later layers only add

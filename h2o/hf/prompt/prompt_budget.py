@@ -2,7 +2,8 @@
 
 Budgets may be fractions. After the prompt they are fractions of the prompt, whose length is the one
 that the user gave, otherwise the number of tokens in the first forward pass. Budgets of a config
-that grows follow the text from then on (`grow_budgets`). Budgets are Python integers. The only
+that grows follow the text from then on (`grow_budgets`), and count a first pass that is longer than
+the user said. Budgets are Python integers. The only
 tensors that are read, which makes the host wait for a GPU, are masks and token counts.
 """
 
@@ -43,7 +44,7 @@ class PromptRows:
 
     Args:
         counts: tokens of each row in the first forward pass, with those of a DynamicCache.
-        lengths: tokens of each row in the whole prompt.
+        counted: tokens of each row that fractions are fractions of.
         pinned: pinned positions of each row.
         capacities: the method of the layers' runners. None: no slots are made.
     """
@@ -51,11 +52,11 @@ class PromptRows:
     def __init__(
         self,
         counts: list[int],
-        lengths: list[int],
+        counted: list[int],
         pinned: PinnedRows,
         capacities: Callable[[list[int], int], list[int]] | None = None,
     ) -> None:
-        self.counts, self.lengths, self.pinned = counts, lengths, pinned
+        self.counts, self.counted, self.pinned = counts, counted, pinned
         self._capacities = capacities
         self._budgets: dict[Any, PromptBudget] = {}
 
@@ -78,9 +79,9 @@ class PromptRows:
         of_layer = None if plan.shares is None else plan.layer
         key = plan.heavy, plan.recent, of_layer, heads, part, row_size
         if key not in self._budgets:
-            plan, lengths = plan.for_keys(*row_size), self.lengths
-            pinned = self.pinned.counts(len(lengths), plan.sinks)
-            by_row = expand_to_heads(budgets_by_row(plan, lengths, pinned), heads, part)
+            plan, counted = plan.for_keys(*row_size), self.counted
+            pinned = self.pinned.counts(len(counted), plan.sinks)
+            by_row = expand_to_heads(budgets_by_row(plan, counted, pinned), heads, part)
             capacity = None
             if self._capacities is not None:
                 capacity = Capacity.of(by_row, plan.sinks, max(self.counts), self._capacities)
@@ -124,7 +125,7 @@ def begin_prompt(
             )
     given, by_length, counts = the_pass.before.prompts, guard.needs_prompt_length, [Q] * B
     # Counting the mask's tokens waits for a GPU, so do it there only if budgets or pins need the
-    # counts. Q is an upper bound, which is enough to size the slots.
+    # counts, as budgets that follow the text do. Q is an upper bound, enough to size the slots.
     needs_counts = guard.grows or (by_length and given is None) or guard.pins
     if mask is not None and (mask.is_cpu or needs_counts):
         counts = mask.sum(1).tolist()
@@ -136,9 +137,9 @@ def begin_prompt(
         counts, found = _add(counts, earlier), found and _add(found, earlier)
     chunked = chunked if found is None else found
     lengths = prompt_lengths(given, chunked or counts)
-    pinned = resolve_pins(guard, lengths, mask, Q, row_size)
     # Budgets that follow the text count what was read, even beyond a given `prompt_length`.
     counted = [*map(max, counts, lengths)] if guard.grows else lengths
+    pinned = resolve_pins(guard, lengths, counted, mask, Q, row_size)
     guard.begin_prompt(
         PromptRows(counts, counted, pinned, capacities),
         state_after_prompt(
@@ -160,7 +161,7 @@ class EarlierBudgets:
     def put(self, layer: Any) -> None:
         """Lower the budget of one layer."""
         budget, layer.facts = self._known[layer]
-        layer.put_budget(budget)
+        layer.put_budget(budget.to(layer.slots.budget.device))  # the slots may have moved
 
 
 def grow_budgets(layers: Sequence[Any], before: list[int], after: list[int]) -> EarlierBudgets:
@@ -251,8 +252,8 @@ def state_after_prompt(
 
     Args:
         state: the state after the columns of the prompt.
-        counts, lengths, pinned: as for `PromptRows`.
-        counted: numbers of tokens that fractions are fractions of.
+        counts, counted, pinned: as for `PromptRows`.
+        lengths: tokens of each row in the whole prompt.
         chunked: `lengths`, if the prompt is the first chunk of a longer one.
         grows: whether some layer's budget follows the text (`LayerPlan.grows`).
     """
@@ -278,6 +279,7 @@ def state_after_prompt(
 def resolve_pins(
     guard: PassGuard,
     lengths: list[int],
+    counted: list[int],
     mask: Tensor | None,
     columns: int,
     row_size: RowSize | None = None,
@@ -286,6 +288,7 @@ def resolve_pins(
 
     Args:
         lengths: tokens of each row in the whole prompt.
+        counted: as for `PromptRows`.
         row_size: as for `PromptRows.budget`. None: the size of a row in the model's config.
         mask, columns: as for `h2o.hf.conversation.pins.Pins.resolve`.
 
@@ -297,7 +300,7 @@ def resolve_pins(
     pinned = guard.pins.resolve(lengths, mask, columns)
     for plan in guard.plans.values():
         plan = plan if row_size is None else plan.for_keys(*row_size)
-        budgets_by_row(plan, lengths, pinned.counts(len(lengths), plan.sinks))
+        budgets_by_row(plan, counted, pinned.counts(len(counted), plan.sinks))
     return pinned
 
 
