@@ -51,8 +51,7 @@ class Prompt(NamedTuple):
     scores: Tensor
     """[B, G, K] float32"""
     echo: Tensor | None
-    """[B, G, K] float32, multiplied by the norm of the value if the policy is value-weighted; None
-    if each head has its own budget"""
+    """[B, G, K] float32; None if each head has its own budget"""
     counts: list[int]
     """Number of tokens in each row"""
     columns: int
@@ -172,11 +171,16 @@ class _Waiting:
         pinned = prompt.budget.pinned
         self.floor, self.pool = reserve_for_heads(by_row, sinks, plan.floor, pinned)
         positions, tokens = positions_in(prompt.mask, prompt.scores)
-        self.ranks = _ranks(prompt, positions, tokens, self.policy)
+        norms = None
+        if self.policy.value_weighted:
+            values = prompt.keys if prompt.values is None else prompt.values
+            norms = values.float().norm(dim=-1)
+        self.ranks = _ranks(prompt.scores, positions, tokens, self.policy, norms)
         assert prompt.echo is not None
+        echo = prompt.echo if norms is None else prompt.echo * norms
         self.protected = _always_kept(positions, tokens, sinks, self.floor)
         self.lowest = self._protect_highest()  # [B, G, 1], lowest rank among each head's own keys
-        self.echo = prompt.echo.masked_fill(self.protected, -math.inf)
+        self.echo = echo.masked_fill(self.protected, -math.inf)
         centered = CENTER_TOKENS if plan.config.kv_dtype is not None else 0
         self.first = (positions >= 0) & (positions < centered)
         """Keys that stay in memory because they determine the offsets of quantized keys"""
@@ -274,17 +278,19 @@ def _share(waiting: list[_Waiting], pool: list[int]) -> Iterator[tuple[Any, Prom
         yield first.layer, prompt._replace(lost_pool=bool(first.plan.floor and has_none)), budgets
 
 
-def _ranks(prompt: Prompt, positions: Tensor, tokens: Tensor, policy: Policy) -> Tensor:
+def _ranks(
+    scores: Tensor, positions: Tensor, tokens: Tensor, policy: Policy, norms: Tensor | None
+) -> Tensor:
     """Ranks of keys by the policy, [B, G, K]. Pinned keys rank highest. A rank of NaN becomes the
-    lowest, because such a key is evicted first."""
-    ranks = prompt.scores
+    lowest, because such a key is evicted first. `norms`: those of the values, [B, G, K], if the
+    policy is value-weighted."""
+    ranks = scores
     if policy.score_by == "mean":
         ranks = ranks / policy.queries_of(positions, tokens)
-    if policy.value_weighted:
-        values = prompt.keys if prompt.values is None else prompt.values
-        ranks = ranks * values.float().norm(dim=-1)
+    if norms is not None:
+        ranks = ranks * norms
     ranks = ranks.masked_fill(ranks.isnan(), -math.inf)
-    return ranks.masked_fill(prompt.scores == PINNED, PINNED)
+    return ranks.masked_fill(scores == PINNED, PINNED)
 
 
 def _always_kept(positions: Tensor, tokens: Tensor, sinks: int, budgets: Budgets) -> Tensor:

@@ -114,9 +114,8 @@ class PromptEcho:
         self.rotary, self.is_rotated = rotary, layer in rotary.rotated_layers
 
     def scores(self, tokens: NewTokens, received: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores of the tokens in a first pass, and the weights by which the keys of all heads
-        compete for pooled slots, each [B, G, Q] float32. A weight is the token's echo, multiplied
-        by the norm of its value if the policy ranks by values.
+        """Scores of the tokens in a first pass, and the echo by which the keys of all heads compete
+        for pooled slots, each [B, G, Q] float32.
 
         `received`: the attention that the tokens received, [B, G, Q] float32.
         """
@@ -128,10 +127,7 @@ class PromptEcho:
         pool = received.masked_fill(is_sink, 0.0).sum(-1, keepdim=True)
         total = weights.sum(-1, keepdim=True)
         anew = torch.where((total > 0) & ~is_sink, weights / total * pool, received)
-        scores = received + PART * (anew - received)
-        if self.policy.value_weighted:
-            echo = echo * tokens.value.float().norm(dim=-1)
-        return scores, echo
+        return received + PART * (anew - received), echo
 
     def echo(self, tokens: NewTokens) -> Tensor:
         """Echo of the tokens in a first pass, [B, G, Q] float32; 0 at padding."""
