@@ -103,6 +103,8 @@ def alone(config: H2OConfig, each: Talk) -> tuple[torch.Tensor, list[list[list[i
         ((heavy, recent),) = budget.by_head(i, keys, PagedRequest(each.prompt))
         for start, stop in each.pinned:
             scores[..., start:stop] = torch.inf
+        if config.policy.value_weighted:
+            claim = claim * values[:, :, : each.prompt].norm(dim=-1)
         claims.append(claim[0, :, sinks : each.prompt - recent])
         layers.append((query, keys, values, out, scores))
     least = max(0, LayerPlan.of(config, 0, LAYERS).floor - sinks - recent)
