@@ -32,7 +32,7 @@ static int check_attend(void *parameters, h2o_error *error) {
         return status;
     }
     return h2o_check_rows(&params->slots.keys, &params->slots.values, &params->slots.offsets,
-                          params->dims.D, error);
+                          &params->slots.smoothing, params->dims.D, error);
 }
 
 static int count_attend(void *parameters, void *memory, h2o_error *error) {

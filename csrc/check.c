@@ -399,8 +399,8 @@ static const char *rows_text(bool keys, bool values, int64_t D, char text[100]) 
     return text;
 }
 
-int h2o_check_rows(const h2o_view *keys, const h2o_view *values, const h2o_view *offsets, int64_t D,
-                   h2o_error *error) {
+int h2o_check_rows(const h2o_view *keys, const h2o_view *values, const h2o_view *offsets,
+                   const h2o_view *smoothing, int64_t D, h2o_error *error) {
     const h2o_view *const views[] = {keys, values};
     const bool is_shared =
         values->data == keys->data && keys->data; /* fake tensors have no memory */
@@ -433,6 +433,12 @@ int h2o_check_rows(const h2o_view *keys, const h2o_view *values, const h2o_view 
         return h2o_fail(error, H2O_EVALUE,
                         "%s: is given, but rows have %" PRId64 " elements, wanted at most %d",
                         offsets->name, D, (int)H2O_MOST_TRANSFORMED);
+    }
+    const bool is_smoothed = h2o_given(smoothing);
+    if (is_smoothed && (!h2o_given(offsets) || h2o_stored_type(keys, D) != H2O_S4)) {
+        return h2o_fail(error, H2O_EVALUE, "%s: is given, but %s %s", smoothing->name,
+                        h2o_given(offsets) ? keys->name : offsets->name,
+                        h2o_given(offsets) ? "does not have four bits" : "is None");
     }
     return H2O_OK;
 }

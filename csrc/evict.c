@@ -20,7 +20,7 @@ static int check_evict(void *parameters, h2o_error *error) {
     if ((status = h2o_check_operands(&h2o_operation_evict, params, error)) ||
         (status = h2o_share_values(&params->values, &params->keys, &params->slots, error)) ||
         (status = h2o_check_rows(&params->slots.keys, &params->slots.values, &params->slots.offsets,
-                                 params->dims.D, error))) {
+                                 &params->slots.smoothing, params->dims.D, error))) {
         return status;
     }
     return h2o_check_needed(&params->slots, &params->policy, error);

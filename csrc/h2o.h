@@ -132,7 +132,9 @@ H2O_INLINE h2o_dtype h2o_stored_type(const h2o_view *rows, int64_t D) {
     /* the row of the fields above that each batch row uses */                                     \
     X(rows, "B", H2O_I32, H2O_ATTENDED | H2O_OPTIONAL)                                             \
     /* what is subtracted from a head's keys before they are quantized: see quantize.h */          \
-    X(offsets, "ZGD", H2O_F16, H2O_ATTENDED | H2O_OPTIONAL | H2O_DENSE | H2O_WRITTEN)
+    X(offsets, "ZGD", H2O_F16, H2O_ATTENDED | H2O_OPTIONAL | H2O_DENSE | H2O_WRITTEN)              \
+    /* what four-bit keys with offsets are then divided by, > 0; not given: 1 */                   \
+    X(smoothing, "ZGD", H2O_F16, H2O_ATTENDED | H2O_OPTIONAL | H2O_DENSE)
 
 #define H2O_FIELD(name, letters, dtype, flags) h2o_view name;
 typedef struct {

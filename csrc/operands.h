@@ -45,10 +45,10 @@ int h2o_check_operands(const h2o_operation_row *row, void *params, h2o_error *er
 int h2o_check_logits(float scale, float softcap, h2o_error *error);
 
 /* Checks that keys and values are both quantized or neither, that quantized rows have the bytes of
- * some quantization of D elements, and that offsets are only given for quantized keys that are not
- * the values too. */
-int h2o_check_rows(const h2o_view *keys, const h2o_view *values, const h2o_view *offsets, int64_t D,
-                   h2o_error *error);
+ * some quantization of D elements, that offsets are only given for quantized keys that are not the
+ * values too, and smoothing only for keys of four bits with offsets. */
+int h2o_check_rows(const h2o_view *keys, const h2o_view *values, const h2o_view *offsets,
+                   const h2o_view *smoothing, int64_t D, h2o_error *error);
 
 /* Checks that norms are given if and only if the policy needs them. */
 int h2o_check_needed(const h2o_slots *slots, const h2o_policy *policy, h2o_error *error);

@@ -94,7 +94,8 @@ typedef struct {
     h2o_view budget;        /* [B,2] or [B,G,2] i32: heavy, recent */
     h2o_view stored_keys;   /* optional: each token's rows in a quantized store, */
     h2o_view stored_values; /* [B,G,Q] rows of quantize.h, by position, not by column */
-    h2o_view offsets;       /* [B,G,D] f16, optional: of stored_keys */
+    h2o_view offsets;       /* [B,G,D] f16, optional: of stored_keys, */
+    h2o_view smoothing;     /* [B,G,D] f16, optional: likewise */
     h2o_view sink_logits;   /* [H] f32, optional, as in attend */
     h2o_view out;           /* [B,Q,H,D] */
     h2o_view evicted_at;    /* [B,G,Q] i32 */

@@ -24,6 +24,11 @@
  * transforms its query instead of the keys, and its output instead of the values. (QuaRot, Ashkboos
  * et al., NeurIPS 2024.)
  *
+ * Four-bit keys are divided by smoothing factors after their offset is subtracted, one for each
+ * element, and queries are multiplied by them. Products do not change, and elements that queries
+ * multiply by large numbers are rounded less. (SmoothQuant, Xiao et al., ICML 2023, for activations
+ * and weights.) A key is then offset + smoothing * transform(scale * q).
+ *
  * Scales are rounded up and minima down, so that only values beyond the range of f16 are
  * clipped. Elements are rounded to nearest, ties to even. If an element is not finite, the
  * scale is NaN, and so is everything that is read with it. (Symmetric per-token bytes for

@@ -21,6 +21,7 @@ static const h2o_operand operands[] = {
     H2O_TENSOR(simulate, stored_keys, "BGQD", H2O_U8, H2O_OPTIONAL | H2O_DENSE | H2O_STORED),
     H2O_TENSOR(simulate, stored_values, "BGQD", H2O_U8, H2O_OPTIONAL | H2O_DENSE | H2O_STORED),
     H2O_TENSOR(simulate, offsets, "BGD", H2O_F16, H2O_OPTIONAL | H2O_DENSE),
+    H2O_TENSOR(simulate, smoothing, "BGD", H2O_F16, H2O_OPTIONAL | H2O_DENSE),
     H2O_TENSOR(simulate, sink_logits, "H", H2O_F32, H2O_OPTIONAL),
 };
 
@@ -44,7 +45,7 @@ static int check_simulate(void *parameters, h2o_error *error) {
         return status;
     }
     return h2o_check_rows(&params->stored_keys, &params->stored_values, &params->offsets,
-                          params->dims.D, error);
+                          &params->smoothing, params->dims.D, error);
 }
 
 /* Nothing is evicted until the budget of some head is full, however short the prompt is. But with a

@@ -45,7 +45,7 @@ static int check_step(void *parameters, h2o_error *error) {
         (status = h2o_check_operands(&h2o_operation_step, params, error)) ||
         (status = h2o_share_values(&params->value, &params->key, &params->slots, error)) ||
         (status = h2o_check_rows(&params->slots.keys, &params->slots.values, &params->slots.offsets,
-                                 params->dims.D, error)) ||
+                                 &params->slots.smoothing, params->dims.D, error)) ||
         (status = check_rotary(rotary, &params->dims, error))) {
         return status;
     }

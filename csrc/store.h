@@ -34,16 +34,24 @@ H2O_INLINE char *slot_row(const slot_rows *rows, int64_t slot) {
     return rows->data + slot * rows->stride;
 }
 
+/* How the quantized keys [D] of a head differ from the model's: see quantize.h. */
+typedef struct {
+    row_ref offset;    /* no_row: the keys are the model's own */
+    row_ref smoothing; /* no_row: they are not divided by anything */
+} key_change;
+
 /* The store of one key/value head of one row. */
 typedef struct {
     slot_rows keys, values;
     float *scores, *norms; /* [S]; norms may be NULL */
     int32_t *positions;    /* [S] */
-    row_ref offset;        /* of quantized keys [D]; no_row: none */
+    key_change change;
 } slot_store;
 
 /* Whether keys have lost their offset and keys and values are transformed: see quantize.h. */
-H2O_INLINE bool store_is_transformed(const slot_store *store) { return store->offset.data != NULL; }
+H2O_INLINE bool store_is_transformed(const slot_store *store) {
+    return store->change.offset.data != NULL;
+}
 
 /* Whether the keys serve as values. */
 H2O_INLINE bool store_is_shared(const slot_store *store) {
@@ -59,14 +67,14 @@ H2O_INLINE slot_rows open_slot_rows(const h2o_view *view, const h2o_head *head, 
     return rows;
 }
 
-/* Row [a, b] of offsets [.., .., D]; no_row if none are given. */
-H2O_INLINE row_ref offset_of(const h2o_view *offsets, int64_t a, int64_t b) {
-    if (!h2o_given(offsets)) return no_row();
-    const row_ref row = {(const char *)h2o_at(offsets, a, b, 0), H2O_F16, 1};
+/* Row [a, b] of offsets or smoothing [.., .., D]; no_row if none are given. */
+H2O_INLINE row_ref f16_row(const h2o_view *view, int64_t a, int64_t b) {
+    if (!h2o_given(view)) return no_row();
+    const row_ref row = {(const char *)h2o_at(view, a, b, 0), H2O_F16, 1};
     return row;
 }
 
-/* The store of a head, without its offset. */
+/* The store of a head whose keys are the model's own. */
 H2O_INLINE slot_store open_store(const h2o_slots *slots, const h2o_head *head, int64_t D) {
     const int64_t row = head->row;
     const bool norms = h2o_given(&slots->norms);

@@ -38,7 +38,7 @@ typedef struct {
     size_t present; /* H2O_OPTIONAL slots: offset of the bool that says whether they are given */
 } h2o_operand;
 
-enum { H2O_SLOTS_COUNT = 12, H2O_MOST_TENSORS = 22 /* of a call, including its workspace */ };
+enum { H2O_SLOTS_COUNT = 13, H2O_MOST_TENSORS = 23 /* of a call, including its workspace */ };
 extern const h2o_operand h2o_slots_fields[H2O_SLOTS_COUNT];
 
 /* An operand's address in a call's parameters. */

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 FIXED = 32
-"""Bytes per head outside its slots, without offsets: `next_slot`, `budget`, `evicted_score`, and
-the head's part of the row's `seen_tokens`."""
+"""Bytes per head outside its slots, without offsets and smoothing: `next_slot`, `budget`,
+`evicted_score`, and the head's part of the row's `seen_tokens`."""
 
 
 KvDtype = Literal["auto", "int8", "int8-int4", "int4"]
@@ -58,12 +58,13 @@ def bytes_per_token(
 ) -> TokenBytes:
     """Bytes of a head with elements of `element` bytes each in a full cache.
 
-    `rows` is 2 (key and value) or 1 (a row that is both). Quantized keys with values have offsets.
+    `rows` is 2 (key and value) or 1 (a row that is both). Quantized keys with values have offsets,
+    and those of four bits smoothing.
     """
     full = rows * D * element
     held = full if kv_dtype is None else sum(stored_bytes(kv_dtype, D)[:rows])
-    offset = 0 if kv_dtype is None or rows == 1 else 2 * D
-    return full, held + 8 + 4 * value_weighted, FIXED + offset
+    of_keys = 0 if kv_dtype is None or rows == 1 else 1 + has_four_bit_keys(kv_dtype)
+    return full, held + 8 + 4 * value_weighted, FIXED + 2 * D * of_keys
 
 
 FEW_KEYS = 0.1

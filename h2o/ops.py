@@ -285,6 +285,7 @@ def simulate(
     softcap: float = 0.0,
     kv_dtype: str | None = None,
     offsets: bool = False,
+    smoothing: Tensor | None = None,
     out: Tensor | None = None,
     evicted_at: Tensor | None = None,
     scores: Tensor | None = None,
@@ -308,6 +309,7 @@ def simulate(
         mask: [B, Q] bool or uint8, 0 for padding.
         kv_dtype, offsets: format of the stored keys and values, as in `new_slots`. If `kv_dtype` is
             given, the call needs memory to store all tokens in this format.
+        smoothing: [B, G, D] float16, as in `Slots`, for four-bit keys with offsets; None: 1.
         policy, fields, others: as in `attend` and `evict`.
 
     Returns:
@@ -317,16 +319,16 @@ def simulate(
     """
     check_memory(
         None, query=query, keys=keys, values=values, prompt=prompt, budget=budget, mask=mask,
-        out=out, evicted_at=evicted_at, scores=scores, sink_logits=sink_logits,
+        smoothing=smoothing, out=out, evicted_at=evicted_at, scores=scores, sink_logits=sink_logits,
     )  # fmt: skip
     if fields:
         policy = resolve_policy(policy, fields, simulate)
     offsets = check_flag("offsets", offsets)
     backend = backends.backend_for(query)
-    stored: tuple[Tensor | None, ...] = (None, None, None)
+    stored: tuple[Tensor | None, ...] = (None, None, None, smoothing)
     if kv_dtype is not None:
         kind = {"kv_dtype": kv_dtype, "offsets": offsets}
-        stored = _quantized(keys, values, prompt, mask, **kind)
+        stored = _quantized(keys, values, prompt, mask, smoothing, **kind)
     scale, out, evicted_at, scores = fill_in(
         query, keys, scale, out=out, evicted_at=evicted_at, scores=scores
     )
@@ -338,13 +340,18 @@ def simulate(
 
 
 def _quantized(
-    keys: Tensor, values: Tensor, prompt: Tensor, mask: Tensor | None, **kind: Any
+    keys: Tensor,
+    values: Tensor,
+    prompt: Tensor,
+    mask: Tensor | None,
+    smoothing: Tensor | None,
+    **kind: Any,
 ) -> tuple[Tensor | None, ...]:
     """Quantized keys and values [B, G, Q, bytes] of all tokens, ordered by position, and the
-    offsets [B, G, D] of the keys. As in a cache, only the prompt determines these. `kind`: other
-    arguments of `new_slots`."""
+    offsets [B, G, D] and smoothing of the keys. As in a cache, only the prompt determines offsets.
+    `kind`: other arguments of `new_slots`."""
     B, G, Q, _ = sizes_of_keys(keys)
-    slots = new_slots(keys, Q, shared=values is None, **kind)
+    slots = new_slots(keys, Q, shared=values is None, **kind)._replace(smoothing=smoothing)
     real = new_tensors(keys, ((B, Q), "bool", 1))[0] if mask is None else mask
     parts = [mask]
     if tuple(real.shape) == (B, Q) and tuple(prompt.shape) == (B,):  # or the core raises, below
@@ -353,7 +360,7 @@ def _quantized(
     (scores,) = new_tensors(keys, ((B, G, Q), "float32", 0))
     for part in parts:
         evict(keys, values, scores, slots, mask=part)
-    return slots.keys, slots.values, slots.offsets
+    return slots.keys, slots.values, slots.offsets, slots.smoothing
 
 
 def open_device(tensor: Tensor) -> None:

@@ -15,6 +15,12 @@ Single elements may still be much larger than the others. So where keys have off
 Hadamard transform then spreads each element of a key or a value over many. Compare Ashkboos et al.,
 "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs", NeurIPS 2024.
 
+Queries multiply some elements of a key by much larger numbers than others. Four-bit keys are
+therefore divided by smoothing factors before the transform, one for each element, and queries are
+multiplied by them, which changes no product. Compare Xiao et al., "SmoothQuant: Accurate and
+Efficient Post-Training Quantization for Large Language Models", ICML 2023, which does so between
+activations and weights.
+
 Shape letters: n rows, B batch rows, G key/value heads, Q new tokens, D head dimension, N elements
 of a block that is transformed.
 """
@@ -29,7 +35,11 @@ from torch import Tensor
 from h2o.arguments.plain_values import check_choice
 
 CENTER_TOKENS = 32
-"""Number of a row's first keys whose mean is the offset"""
+"""Number of a row's first keys whose mean is the offset, and of its first tokens that determine the
+smoothing"""
+
+SMALLEST = 0.01
+"""Smallest mean square of an element in `smoothing_of`, as a share of the mean over all elements"""
 
 
 def offsets_of(keys: Tensor, mask: Tensor | None) -> Tensor:
@@ -57,25 +67,92 @@ def set_offsets(offsets: Tensor, empty: Tensor, keys: Tensor, mask: Tensor | Non
     offsets.copy_(torch.where(empty[:, None, None], offsets_of(keys, mask), offsets))
 
 
+def smoothing_of(query: Tensor | None, keys: Tensor, mask: Tensor | None) -> Tensor:
+    """Smoothing factors [B, G, D] float16 of rows whose first tokens have the queries [B, H, Q, D]
+    and keys [B, G, Q, D].
+
+    A factor is the square root of the key element's standard deviation over the root mean square of
+    the query element, among the first `CENTER_TOKENS`. This minimizes the expected squared error of
+    logits if all elements of a transformed key are rounded alike. Factors are scaled to a geometric
+    mean of 1. `mask`: [B, Q] bool or uint8, 0 for padding. `query`: None if it is not known, and
+    then its elements count as equal. Factors are 1 if a row has fewer than two tokens, or if they
+    are not finite in float16.
+    """
+    wide = torch.float32 if keys.device.type == "mps" else torch.float64
+    _, G, Q, _ = keys.shape
+    if mask is None:
+        first = keys.new_ones(1, min(Q, CENTER_TOKENS), dtype=torch.bool)
+    else:
+        real = mask.bool()
+        first = real & (real.cumsum(1) <= CENTER_TOKENS)
+    n = first.shape[1]
+    weights = first[:, None, :, None].to(wide)
+    count = weights.sum(2)
+
+    def mean_square(x: Tensor) -> Tensor:
+        x = x[:, :, :n].to(wide).masked_fill(~first[:, None, :, None], 0)
+        mean = x.square().sum(2).unflatten(1, (G, -1)).mean(2) / count.clamp(min=1)
+        return mean + SMALLEST * mean.mean(-1, keepdim=True)
+
+    centered = keys.to(wide) - offsets_of(keys, mask)[:, :, None].to(wide)
+    factors = mean_square(centered).log()
+    if query is not None:
+        factors = factors - mean_square(query).log()
+    factors = ((factors - factors.mean(-1, keepdim=True)) / 4).exp().half()
+    usable = (factors.isfinite() & (factors > 0)).all(-1, keepdim=True) & (count > 1)
+    return torch.where(usable, factors, 1.0)
+
+
+def set_smoothing(
+    smoothing: Tensor | None,
+    empty: Tensor,
+    query: Tensor | None,
+    keys: Tensor,
+    mask: Tensor | None,
+) -> None:
+    """Set the smoothing [B, G, D] of rows that hold nothing yet (`empty`, [B] bool) and get keys.
+    None: slots have none. Call it before the keys are stored."""
+    if smoothing is None:
+        return
+    if mask is not None:
+        empty = empty & mask.bool().any(1)
+    factors = smoothing_of(query, keys, mask)
+    smoothing.copy_(torch.where(empty[:, None, None], factors, smoothing))
+
+
 def to_stored(
-    keys: Tensor, values: Tensor | None, offsets: Tensor | None
+    keys: Tensor, values: Tensor | None, offsets: Tensor | None, smoothing: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Keys and values [B, G, n, D] as they are quantized: without the offsets [B, G, D], and
-    transformed, in float32. Unchanged without offsets. Values may be None."""
+    """Keys and values [B, G, n, D] as they are quantized, in float32: the keys without the offsets
+    [B, G, D] and divided by the smoothing [B, G, D], then both transformed. Unchanged without
+    offsets. Values may be None."""
     if offsets is None:
         return keys, values
-    keys = hadamard(keys.float() - offsets[:, :, None].float())
-    return keys, None if values is None else hadamard(values)
+    keys = keys.float() - offsets[:, :, None].float()
+    if smoothing is not None:
+        keys = keys / smoothing[:, :, None].float()
+    return hadamard(keys), None if values is None else hadamard(values)
 
 
 def from_stored(
-    keys: Tensor, values: Tensor | None, offsets: Tensor | None
+    keys: Tensor, values: Tensor | None, offsets: Tensor | None, smoothing: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The inverse of `to_stored`, for dequantized keys and values [..., D] and offsets that
+    """The inverse of `to_stored`, for dequantized keys and values [..., D]. Offsets and smoothing
     broadcast against them."""
     if offsets is None:
         return keys, values
-    return hadamard(keys) + offsets.float(), None if values is None else hadamard(values)
+    keys = hadamard(keys)
+    if smoothing is not None:
+        keys = keys * smoothing.float()
+    return keys + offsets.float(), None if values is None else hadamard(values)
+
+
+def smoothed_query(query: Tensor, smoothing: Tensor | None) -> Tensor:
+    """The query [B, H, Q, D] for keys of `to_stored`, in float32."""
+    if smoothing is not None:
+        query = query.float().unflatten(1, (smoothing.shape[1], -1))
+        query = (query * smoothing[:, :, None, None].float()).flatten(1, 2)
+    return hadamard(query)
 
 
 def hadamard(x: Tensor) -> Tensor:
@@ -205,15 +282,20 @@ def stored_like(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def round_to_bytes(
-    keys: Tensor, values: Tensor | None, sizes: Sequence[int], offsets: Tensor | None
+    keys: Tensor,
+    values: Tensor | None,
+    sizes: Sequence[int],
+    offsets: Tensor | None,
+    smoothing: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Round keys and values [B, G, n, D] as slots with `sizes` bytes per key and value and these
-    offsets [B, G, D] would. Values may be None."""
-    D, (keys, values) = keys.shape[-1], to_stored(keys, values, offsets)
+    offsets and smoothing [B, G, D] would. Values may be None."""
+    D, (keys, values) = keys.shape[-1], to_stored(keys, values, offsets, smoothing)
     keys = dequantize(quantize(keys, sizes[0]), D)
     if values is not None:
         values = dequantize(quantize(values, sizes[1]), D)
-    return from_stored(keys, values, None if offsets is None else offsets[:, :, None])
+    by_key = (None if x is None else x[:, :, None] for x in (offsets, smoothing))
+    return from_stored(keys, values, *by_key)
 
 
 def _copy(rows: Tensor) -> Tensor:

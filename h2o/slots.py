@@ -21,7 +21,7 @@ from h2o.arguments.plain_values import (
     nested,
 )
 from h2o.budgets import UNLIMITED, check_tokens
-from h2o.kv_dtype import QUANTIZED, stored_bytes
+from h2o.kv_dtype import QUANTIZED, has_four_bit_keys, stored_bytes
 from h2o.tensors import get_4d_sizes, new_tensors
 
 Tensor = Any  # any object that supports DLPack
@@ -72,6 +72,10 @@ class Slots(NamedTuple):
     in rows that hold nothing yet: the mean of the row's first keys (`h2o.quantization.offsets_of`).
     Keys and values are then stored transformed (`h2o.quantization.hadamard`). None: neither
     happens, as always if keys are not quantized or are the values too."""
+    smoothing: Tensor | None = None
+    """[Z, G, D] float16, above 0: four-bit keys are divided by it after their offset is subtracted,
+    and queries are multiplied by it. Operations only read it. Write it before a row's first keys
+    are stored (`h2o.quantization.set_smoothing`); 1 until then. None: neither happens."""
 
 
 class Kind(NamedTuple):
@@ -100,6 +104,7 @@ KINDS: dict[str, Kind] = {
     "starts": Kind("+", written=False, optional=True, dtype="int32"),
     "rows": Kind("B", written=False, optional=True, dtype="int32"),
     "offsets": Kind("ZGD", optional=True, dtype="float16"),
+    "smoothing": Kind("ZGD", written=False, optional=True, dtype="float16"),
 }
 """Properties of the fields of `Slots`, in their order. `csrc/h2o.h` has the same list
 (`H2O_SLOTS_FIELDS`)."""
@@ -109,11 +114,13 @@ MOST_TRANSFORMED = 1024
 
 PER_SLOT = tuple(name for name, kind in KINDS.items() if "S" in kind.shape)
 """Fields with an entry for each slot."""
+ROWS = ("keys", "values")
+"""Fields with the row of each key and value."""
 PER_ROW = tuple(name for name, kind in KINDS.items() if kind.shape.startswith("Z"))
 """Fields with an entry for each row."""
 
 
-EMPTY = dict.fromkeys(KINDS, 0) | {"positions": -1}
+EMPTY = dict.fromkeys(KINDS, 0) | {"positions": -1, "smoothing": 1}
 """Values of the fields, other than the budget, where no key is held."""
 
 
@@ -121,7 +128,7 @@ def empty_row(slots: Slots, row: int) -> None:
     """Empty a row but keep its budget."""
     for name, kind in KINDS.items():
         field = getattr(slots, name)
-        if kind.written and field is not None and name not in ("keys", "values"):
+        if field is not None and (kind.written or name == "smoothing") and name not in ROWS:
             field[row] = EMPTY[name]
 
 
@@ -170,7 +177,7 @@ def new_slots(
     `shared`: allocate no `values`, because the keys are the values too.
     `offsets`: give quantized keys `offsets`, unless they are shared, so that eight bits suffice
     for keys around any constant, and four for values with outliers. D may then be
-    `MOST_TRANSFORMED` at most. See `should_center`.
+    `MOST_TRANSFORMED` at most. See `should_center`. Four-bit keys also get `smoothing`.
     """
     even = not is_list(nested(capacity))
     listed = [capacity] if even else check_numbers("capacity", capacity)
@@ -221,6 +228,8 @@ def empty_slots(
         shapes["norms"] = slots
     if offsets and kv_dtype is not None and not shared:
         shapes["offsets"] = (B, G, D)
+        if has_four_bit_keys(kv_dtype):
+            shapes["smoothing"] = (B, G, D)
     wanted = [(shape, KINDS[name].dtype or dtype, EMPTY[name]) for name, shape in shapes.items()]
     fields: dict[str, Any] = {"values": None, "budget": budget}
     fields |= zip(shapes, new_tensors(keys, *wanted), strict=True)

@@ -35,6 +35,7 @@ class Conversation:
     Args:
         stepwise: if False, chunks of one column go through `attend` and `evict` as well.
         shared: pass no values, so that the keys are also the values.
+        smoothing: a float16 tensor [B, G, D] of the engine, that of the slots.
         place: moves the rows of the slots to other memory (`Pages`).
     """
 
@@ -52,6 +53,7 @@ class Conversation:
         stepwise: bool = True,
         kv_dtype: str | None = None,
         offsets: bool = False,
+        smoothing: Any = None,
         shared: bool = False,
         place: Callable[[Any], Any] = lambda slots: slots,
     ):
@@ -73,6 +75,8 @@ class Conversation:
             shared=shared, offsets=offsets,
         )  # fmt: skip
         self.slots.budget[:] = engine.tensor(rows)
+        if smoothing is not None:
+            self.slots.smoothing[:] = smoothing
         self.slots = place(self.slots)
         self.column = 0
         self.out: list[np.ndarray] = []
@@ -190,7 +194,8 @@ def check_as_rows_in_sequence(
 def check_simulation(
     engine: Engine, text: Text, policy: Policy, prompt: list[int], *,
     budget: np.ndarray | None = None, mask: np.ndarray | None = None, kv_dtype: str | None = None,
-    offsets: bool = False, tolerance: float = 2e-5, compares_evictions: bool = True,
+    offsets: bool = False, smoothing: Any = None, tolerance: float = 2e-5,
+    compares_evictions: bool = True,
 ) -> None:  # fmt: skip
     """Check that a simulated text has the outputs, the evictions after each column and the last
     scores of caches that are each fed one row: its `prompt` tokens at once, the others one by one.
@@ -205,7 +210,7 @@ def check_simulation(
     counts = (engine.tensor(np.asarray(x, np.int32)) for x in (prompt, rows))
     simulated = engine.module.simulate(
         *map(engine.tensor, text), *counts, mask=engine.tensor(mask), kv_dtype=kv_dtype,
-        offsets=offsets, **policy.ranking,
+        offsets=offsets, smoothing=smoothing, **policy.ranking,
     )  # fmt: skip
     out, evicted_at, scores = map(as_float64, simulated)
     for b in range(B):
@@ -213,6 +218,7 @@ def check_simulation(
         talk = Conversation(
             engine, Text(*(x[one] for x in text)), policy, mask=mask[one], budget=rows[one],
             kv_dtype=kv_dtype, offsets=offsets,
+            smoothing=None if smoothing is None else smoothing[one],
             stepwise=False,  # a prompt of one token is no decode step
         )  # fmt: skip
         first = int(columns[prompt[b] - 1]) + 1

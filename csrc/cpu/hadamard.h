@@ -111,11 +111,23 @@ static __attribute__((noinline)) void hadamard(float *x, int64_t D) {
         hadamard_blocks(x, D);
 }
 
-/* to [D rounded up to VL] = a row of floats minus those of an offset (or no_row), transformed. */
-static void load_transformed(row_ref from, row_ref offset, int64_t D, float *to) {
-    load_row(from, D, to);
-    for (int64_t d = 0; offset.data && d < D; d += VL) {
-        vf_store(to + d, vf_sub(vf_load(to + d), row_load(offset, d, D)));
+/* to [D rounded up to VL] = a key as it is quantized: without its offset, smoothed, transformed. */
+static void load_changed_key(row_ref key, key_change change, int64_t D, float *to) {
+    load_row(key, D, to);
+    for (int64_t d = 0; d < D; d += VL) {
+        vf_store(to + d, vf_sub(vf_load(to + d), row_load(change.offset, d, D)));
+    }
+    for (int64_t d = 0; change.smoothing.data && d < D; d += VL) {
+        vf_store(to + d, vf_div(vf_load(to + d), row_load(change.smoothing, d, D)));
+    }
+    hadamard(to, D);
+}
+
+/* to [D rounded up to VL] = the query for such keys. */
+static void load_changed_query(row_ref query, row_ref smoothing, int64_t D, float *to) {
+    load_row(query, D, to);
+    for (int64_t d = 0; smoothing.data && d < D; d += VL) {
+        vf_store(to + d, vf_mul(vf_load(to + d), row_load(smoothing, d, D)));
     }
     hadamard(to, D);
 }

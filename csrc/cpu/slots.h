@@ -12,16 +12,20 @@
 static inline slot_store open_head(const h2o_slots *slots, const h2o_head *head, int64_t g,
                                    int64_t D) {
     slot_store store = open_store(slots, head, D);
-    store.offset = offset_of(&slots->offsets, head->row, g);
+    store.change.offset = f16_row(&slots->offsets, head->row, g);
+    store.change.smoothing = f16_row(&slots->smoothing, head->row, g);
     return store;
 }
 
-/* Writes a row to a slot of a store whose rows are transformed. */
-static inline void store_transformed(const slot_rows *rows, int64_t slot, row_ref from,
-                                     row_ref offset, int64_t D) {
+/* Writes a key and a value to a slot of a store whose rows are transformed. */
+static inline void store_transformed(const slot_store *store, int64_t slot, row_ref key,
+                                     row_ref value, int64_t D) {
     _Alignas(64) float x[H2O_MOST_TRANSFORMED];
-    load_transformed(from, offset, D, x);
-    store_row(slot_row(rows, slot), rows->type, float_row(x), D);
+    load_changed_key(key, store->change, D, x);
+    store_row(slot_row(&store->keys, slot), store->keys.type, float_row(x), D);
+    load_row(value, D, x);
+    hadamard(x, D);
+    store_row(slot_row(&store->values, slot), store->values.type, float_row(x), D);
 }
 
 /* Writes the key and value of the new token at index `column` of axis Q to a slot. */
@@ -30,8 +34,7 @@ static inline void store_token(const slot_store *store, int64_t slot, const h2o_
                                int64_t D) {
     const row_ref key = tensor_row(keys, b, g, column), value = tensor_row(values, b, g, column);
     if (store_is_transformed(store)) {
-        store_transformed(&store->keys, slot, key, store->offset, D);
-        store_transformed(&store->values, slot, value, no_row(), D);
+        store_transformed(store, slot, key, value, D);
         return;
     }
     store_row(slot_row(&store->keys, slot), store->keys.type, key, D);

@@ -211,12 +211,20 @@ VEC vf quantized_floats(const char *row, h2o_dtype type, int64_t d, int64_t D) {
     return vf_zero();
 }
 
-/* to [D rounded up to VL] = a transformed key with its offset, or a transformed value (no_row). */
-static void restore_row(const char *row, h2o_dtype type, row_ref offset, int64_t D, float *to) {
+/* to [D rounded up to VL] = a stored value, transformed back. */
+static void restore_value(const char *row, h2o_dtype type, int64_t D, float *to) {
     for (int64_t d = 0; d < D; d += VL) vf_store(to + d, quantized_floats(row, type, d, D));
     hadamard(to, D);
-    for (int64_t d = 0; offset.data && d < D; d += VL) {
-        vf_store(to + d, vf_add(vf_load(to + d), row_load(offset, d, D)));
+}
+
+/* to [D rounded up to VL] = a stored key as the model computed it. */
+static void restore_key(const char *row, h2o_dtype type, key_change change, int64_t D, float *to) {
+    restore_value(row, type, D, to);
+    for (int64_t d = 0; change.smoothing.data && d < D; d += VL) {
+        vf_store(to + d, vf_mul(vf_load(to + d), row_load(change.smoothing, d, D)));
+    }
+    for (int64_t d = 0; d < D; d += VL) {
+        vf_store(to + d, vf_add(vf_load(to + d), row_load(change.offset, d, D)));
     }
 }
 

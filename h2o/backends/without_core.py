@@ -22,6 +22,7 @@ import numpy as np
 
 from h2o import packages
 from h2o.arguments.plain_values import is_number
+from h2o.kv_dtype import stored_bytes
 from h2o.policy import check_policy
 from h2o.slots import KINDS, MOST_TRANSFORMED, Kind, Slots
 
@@ -52,6 +53,7 @@ OPERANDS: dict[str, Kind] = {
     "stored_keys": _operand("BGQD", optional=True, dtype="uint8"),
     "stored_values": _operand("BGQD", optional=True, dtype="uint8"),
     "offsets": _operand("BGD", optional=True, dtype="float16"),
+    "smoothing": _operand("BGD", optional=True, dtype="float16"),
     "sink_logits": _operand("H", optional=True, dtype="float32"),
     "log_sums": _operand("BHQ", written=True, optional=True, dtype="float32"),
     "known_log_sums": _operand("BHQ", optional=True, dtype="float32"),
@@ -134,6 +136,7 @@ class _Check:
         if self.operation == "simulate":
             stored_rows = named["stored_keys"], named["stored_values"]
             self.check_offsets("", named["offsets"], *stored_rows, "stored_keys")
+            self.check_smoothing("", named, named["stored_keys"], "stored_keys")
             return
         if stored is None and self.operation != "attend":
             raise TypeError("slots: is None, wanted Slots")
@@ -152,6 +155,7 @@ class _Check:
             presence = "None" if weighted else "given"
             raise ValueError(f"slots.norms: is {presence}, but value_weighted is {weighted}")
         self.check_offsets("slots.", tensors["offsets"], tensors["keys"], tensors["values"])
+        self.check_smoothing("slots.", tensors, tensors["keys"], "keys")
         return Slots(**tensors)
 
     def shape_of(self, kind: Kind, axes: int) -> str:
@@ -230,6 +234,16 @@ class _Check:
         if (D := self.sizes["D"]) > MOST_TRANSFORMED:
             reason = f"rows have {D} elements, wanted at most {MOST_TRANSFORMED}"
             raise ValueError(f"{prefix}offsets: is given, but {reason}")
+
+    def check_smoothing(self, prefix: str, given: dict[str, Any], keys: Any, name: str) -> None:
+        """Raise ValueError for smoothing of keys that do not have four bits, or without offsets."""
+        if given["smoothing"] is None:
+            return
+        if given["offsets"] is None:
+            raise ValueError(f"{prefix}smoothing: is given, but {prefix}offsets is None")
+        if keys.shape[-1] != stored_bytes("int4", self.sizes["D"])[0]:
+            reason = f"{prefix}{name} does not have four bits"
+            raise ValueError(f"{prefix}smoothing: is given, but {reason}")
 
     def letters(self, shape: str) -> str:
         """A shape and the known sizes of its letters, such as "[B, G, Q, D] with B = 2"."""

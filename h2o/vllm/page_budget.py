@@ -16,6 +16,7 @@ import torch
 from h2o import ops
 from h2o.config import H2OConfig
 from h2o.config.layer_plan import LayerPlan, expand_to_heads
+from h2o.kv_dtype import has_four_bit_keys
 from h2o.spans import Row, count
 from h2o.vllm.config_entry import WHOLE_PROMPTS
 from h2o.vllm.page_store import ALIGNMENT, page_bytes
@@ -165,12 +166,17 @@ class PageBudget:
         return ops.new_slots(keys, self.longest, value_weighted=self.config.value_weighted)
 
     def whole_bytes(self, keys: torch.Tensor, heads: int) -> int:
-        """Bytes of `whole`, and of the queries of `heads` heads if prompts are ranked by echo."""
+        """Bytes of `whole`, and of the queries of `heads` heads if they are kept."""
         if self.buffers == 0:
             return 0
         slots = sum(x.nbytes for x in self.whole(keys.to("meta")) if x is not None)
         row = heads * keys.shape[-1] * keys.element_size()
-        return slots + (self.config.score_by == "mean-echo") * self.buffers * self.longest * row
+        return slots + self.keeps_queries * self.buffers * self.longest * row
+
+    @property
+    def keeps_queries(self) -> bool:
+        """Whether prompts that are kept whole need their queries, for echo or for smoothing."""
+        return self.config.score_by == "mean-echo" or has_four_bit_keys(self.config.kv_dtype)
 
     def page_bytes(self, keys: torch.Tensor) -> int:
         """Bytes of a layer's page. All pages have the size that the largest layer needs on any

@@ -179,7 +179,7 @@ def _by_layer(pages: ops.Slots, layers: int) -> list[ops.Slots]:
         heads = slice(layer * G, (layer + 1) * G)
         own = {
             name: getattr(pages, name)[:, heads]
-            for name in ("next_slot", "budget", "evicted_score", "offsets")
+            for name in ("next_slot", "budget", "evicted_score", "offsets", "smoothing")
             if getattr(pages, name) is not None
         }
         own["seen_tokens"] = pages.seen_tokens[:, layer]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from h2o import ops
+from h2o.quantization import smoothing_of
 from h2o.slots import empty_row
 from h2o.spans import PINNED, Row
 from h2o.vllm.page_budget import PageBudget
@@ -204,7 +205,7 @@ class PagedLayer:
         self.whole: ops.Slots | None = None
         """[buffers, ...], the prompts that are kept whole: without a budget, ordered by position"""
         self.queries: Tensor | None = None
-        """[buffers, H, tokens, D], the queries of these prompts if `prompt_scores` needs them"""
+        """[buffers, H, tokens, D], the queries of these prompts (`PageBudget.keeps_queries`)"""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, batch: Batch, out: Tensor) -> None:
         """Compute the attention of a batch's tokens, and evict.
@@ -257,7 +258,7 @@ class PagedLayer:
         buffer = chunk.buffer
         if self.whole is None:  # shorter prompts leave the rest of the longest rows untouched
             self.whole = self.budget.whole(key)
-            if self.prompt_scores is not None:
+            if self.budget.keeps_queries:
                 size = self.budget.buffers, query.shape[1], self.budget.longest, query.shape[3]
                 self.queries = query.new_zeros(size)
         assert buffer is not None
@@ -294,21 +295,32 @@ class PagedLayer:
         if self.prompt_scores is not None:
             assert query is not None
             scores, echo = self.prompt_scores(query, keys, values, scores)
-        scores = _with_pins(chunk, scores)
-        number = _number(chunk.page, keys)
+        scores, smoothing = _with_pins(chunk, scores), None
+        if self.store.pages.smoothing is not None:
+            smoothing = smoothing_of(query, keys, None)
         if self.cross_layer is None:
             budgets = self.budget.by_head(self.layer, keys, request)
             self.store.empty(chunk.page, budgets)
-            ops.evict(keys, values, scores, self.store.rows(number), policy=self.policy)
+            self._evict(chunk.page, 0, keys, values, scores, smoothing)
             return
-        prompt = keys, values, scores, echo
+        prompt = keys, values, scores, echo, smoothing
         if divided := self.cross_layer.take(chunk.page, self.layer, request, *prompt):
             budgets = [budget for _, by_head in divided for budget in by_head]
             sizes = [self.budget.slots(self.budget.config.sinks + sum(x)) for x in budgets]
             self.store.empty(chunk.page, budgets, sizes)
             for layer, (part, _) in enumerate(divided):
-                page = self.store.rows(number, layer)
-                ops.evict(part.keys, part.values, part.scores, page, policy=self.policy)
+                self._evict(chunk.page, layer, part.keys, part.values, part.scores, part.smoothing)
+
+    def _evict(
+        self, page: int, layer: int, keys: Tensor, values: Tensor, scores: Tensor,
+        smoothing: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Write the part of a prompt that the budget keeps to an empty page. `layer`: its number
+        in the store."""
+        slots = self.store.rows(_number(page, keys), layer)
+        if smoothing is not None:
+            slots.smoothing[page] = smoothing[0]
+        ops.evict(keys, values, scores, slots, policy=self.policy)
 
     def _step(self, steps: Steps, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
         """Run a decode step of each request."""

@@ -59,7 +59,7 @@ class CrossLayerBudget:
 
     def take(
         self, page: int, layer: int, request: PagedRequest,
-        keys: Tensor, values: Tensor, scores: Tensor, echo: Tensor,
+        keys: Tensor, values: Tensor, scores: Tensor, echo: Tensor, smoothing: Tensor | None,
     ) -> list[tuple[Prompt, list[tuple[int, int]]]]:  # fmt: skip
         """Add a layer's part of a page's prompt. For the last layer return all parts, with the
         budgets (heavy, recent) that each head has received; otherwise return an empty list.
@@ -67,6 +67,7 @@ class CrossLayerBudget:
         Args:
             keys, values: [1, G, Q, D].
             scores, echo: [1, G, Q] float32.
+            smoothing: that of the page's slots, [1, G, D]; None if they have none.
         """
         budget, config = self.budget, request.config or self.budget.config
         if layer == 0:  # discards what an interrupted pass has left
@@ -77,7 +78,16 @@ class CrossLayerBudget:
         )
         tokens = scores.shape[2]
         prompt = Prompt(
-            keys.clone(), values.clone(), None, scores.clone(), echo, [tokens], tokens, None, own
+            keys.clone(),
+            values.clone(),
+            None,
+            scores.clone(),
+            echo,
+            [tokens],
+            tokens,
+            None,
+            own,
+            smoothing=smoothing,
         )
         divided = [*self._by_page[page].take(layer, prompt)]
         if divided:

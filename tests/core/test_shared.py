@@ -131,5 +131,5 @@ def test_no_stored_values_without_values(refused):
         _core.call(
             "simulate", "run", query, keys, None, None, np.ones(B, np.int32),
             np.ones((B, 2), np.int32), out, evicted_at, scores, 0.3, 0.0, policy,
-            slots.keys, slots.values, None, None,
+            slots.keys, slots.values, None, None, None,
         )  # fmt: skip

@@ -62,7 +62,7 @@ AT = A(9, odd.integer, least=0)
 
 OPERATION = ("query", "keys", "values", "slots", "mask", "scale", "softcap", "out", "scores",
              "sink_logits", "policy", "key", "value", "rotary", "prompt", "budget", "evicted_at",
-             "kv_dtype", "offsets")  # fmt: skip
+             "kv_dtype", "offsets", "smoothing")  # fmt: skip
 """Operands of operations, which the core checks (tests/core), as it does the policy's fields"""
 
 

@@ -88,7 +88,9 @@ def attend(
                 store = _store(slots, row, g)
                 held = _held_slots(store)
                 stored_values = store.keys if store.values is None else store.values
-                key = torch.cat([_restore(store.keys[held], store.offset, D), key.double()])
+                key = torch.cat(
+                    [_restore(store.keys[held], store.offset, store.smoothing, D), key.double()]
+                )
                 value = torch.cat([_restore_value(stored_values[held], store.offset, D), value])
                 score = torch.cat([store.scores[held], score])
             key, value, score = (x.double() for x in (key, value, score))
@@ -191,7 +193,7 @@ def _candidates(
     are in the form in which the slots store them."""
     held, n = _held_slots(store), len(keys)
     new = {
-        "keys": stored_like(_center(keys, store.offset), store.keys),
+        "keys": stored_like(_center(keys, store.offset, store.smoothing), store.keys),
         "values": None
         if store.values is None
         else _stored_value(values, store.offset, store.values),
@@ -218,15 +220,22 @@ def hadamard(x: Tensor) -> Tensor:
     return x * N**-0.5
 
 
-def _center(keys: Tensor, offset: Tensor | None) -> Tensor:
-    """Keys [..., D] as they are quantized: without the offset of their head, and transformed."""
-    return keys if offset is None else hadamard(keys.float() - offset.float())
+def _center(keys: Tensor, offset: Tensor | None, smoothing: Tensor | None) -> Tensor:
+    """Keys [..., D] as they are quantized: without the offset of their head, divided by its
+    smoothing, and transformed."""
+    if offset is None:
+        return keys
+    centered = keys.float() - offset.float()
+    return hadamard(centered if smoothing is None else centered / smoothing.float())
 
 
-def _restore(keys: Tensor, offset: Tensor | None, D: int) -> Tensor:
-    """Stored keys [..., D or bytes] as floats [..., D], with the offset of their head."""
+def _restore(keys: Tensor, offset: Tensor | None, smoothing: Tensor | None, D: int) -> Tensor:
+    """Stored keys [..., D or bytes] as floats [..., D]: the inverse of `_center`."""
     keys = dequantize(keys, D).double()
-    return keys if offset is None else hadamard(keys) + offset.double()
+    if offset is None:
+        return keys
+    centered = hadamard(keys) if smoothing is None else hadamard(keys) * smoothing.double()
+    return centered + offset.double()
 
 
 def _stored_value(values: Tensor, offset: Tensor | None, rows: Tensor) -> Tensor:
@@ -243,10 +252,12 @@ def _restore_value(rows: Tensor, offset: Tensor | None, D: int) -> Tensor:
 def _read_back(key: Tensor, value: Tensor | None, slots: Any) -> tuple[Tensor, Tensor | None]:
     """A key and a value [B, G, 1, D] after a round trip through the store; float if it is
     quantized. The value is None if there are none."""
-    D, offset = key.shape[-1], slots.offsets
-    if offset is not None:
-        offset = (offset if slots.rows is None else offset[slots.rows.long()])[:, :, None]
-    key = _restore(stored_like(_center(key, offset), slots.keys), offset, D)
+    D, rows = key.shape[-1], slice(None) if slots.rows is None else slots.rows.long()
+    offset, smoothing = (
+        None if x is None else x[rows][:, :, None] for x in (slots.offsets, slots.smoothing)
+    )
+    stored = stored_like(_center(key, offset, smoothing), slots.keys)
+    key = _restore(stored, offset, smoothing, D)
     if value is None:
         return key, None
     return key, _restore_value(_stored_value(value, offset, slots.values), offset, D)
@@ -323,6 +334,7 @@ def simulate(
     softcap: float = 0.0,
     kv_dtype: str | None = None,
     offsets: bool = False,
+    smoothing: Tensor | None = None,
     out: Tensor | None = None,
     evicted_at: Tensor | None = None,
     scores: Tensor | None = None,
@@ -353,6 +365,8 @@ def simulate(
             value_weighted=policy.value_weighted, kv_dtype=kv_dtype, shared=values is None,
             offsets=offsets,
         )._replace(budget=budget[b : b + 1])  # fmt: skip
+        if smoothing is not None:
+            slots = slots._replace(smoothing=smoothing[b : b + 1])
         start, first = 0, max(1, min(int(prompt[b]), len(real)))
         for stop in range(first, len(real) + 1):
             new, start = real[start:stop], stop
@@ -412,7 +426,8 @@ def _store(slots: Any, b: int, g: int) -> SimpleNamespace:
         where = (b, slice(int(starts[g]), int(starts[g + 1])))
     tensors = {name: getattr(slots, name) for name in PER_SLOT}
     views = {n: None if x is None else x[where] for n, x in tensors.items()}
-    return SimpleNamespace(**views, offset=None if slots.offsets is None else slots.offsets[b, g])
+    offset, smoothing = (None if x is None else x[b, g] for x in (slots.offsets, slots.smoothing))
+    return SimpleNamespace(**views, offset=offset, smoothing=smoothing)
 
 
 def _budget(budget: Tensor, b: int, g: int) -> tuple[int, int]:

@@ -2,7 +2,8 @@
 
 A softmax does not change if the same number is added to all of its logits. If an offset is
 subtracted from the new keys too, all logits of a query are lower by its product with the offset.
-Nor do products of queries and keys change if both are transformed (`h2o.quantization.hadamard`). So
+Nor do products of queries and keys change if keys are divided by the smoothing and queries
+multiplied by it, and if both are transformed (`h2o.quantization.hadamard`). So
 kernels can treat what is stored as keys and values, if they get queries, new keys and new values
 that are transformed likewise; their output is transformed back.
 
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 
 from h2o.backends.torch_backend import operation
-from h2o.quantization import hadamard, set_offsets, to_stored
+from h2o.quantization import hadamard, set_offsets, smoothed_query, to_stored
 
 OTHER_LOGITS = ("softcap", "sink_logits", "table", "log_sums")
 """Operands that, if given and not 0, make logits more than products with keys, or make them share a
@@ -45,8 +46,8 @@ def has_offsets(name: str, operands: tuple[Any, ...]) -> bool:
 
 
 def without_offsets(name: str, operands: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """The operands without offsets, with query, keys and values as the stored ones are; None if the
-    operation needs the offsets. Call `restore_output` after the operation.
+    """The operands without offsets and smoothing, with query, keys and values as the stored ones
+    are; None if the operation needs the offsets. Call `restore_output` after the operation.
 
     They must have been checked, because an operation that only stores keys sets the offsets of
     empty rows, which happens here.
@@ -58,21 +59,25 @@ def without_offsets(name: str, operands: tuple[Any, ...]) -> tuple[Any, ...] | N
     places_of_rows = [at[x] for x in ("keys", "key", "values", "value") if x in at]
     keys, values = (operands[place] for place in places_of_rows)
     if "slots" not in at:
-        offsets, changed[at["offsets"]] = operands[at["offsets"]], None
+        offsets, smoothing = (operands[at[x]] for x in ("offsets", "smoothing"))
+        changed[at["offsets"]] = changed[at["smoothing"]] = None
     else:
         slots = operands[at["slots"]]
         rows = None if slots.rows is None else slots.rows.long()
         offsets = slots.offsets if rows is None else slots.offsets[rows]
+        smoothing = slots.smoothing
+        if rows is not None and smoothing is not None:
+            smoothing = smoothing[rows]
         if "query" not in at:
             seen = slots.seen_tokens if rows is None else slots.seen_tokens[rows]
             set_offsets(offsets, seen == 0, keys, operands[at["mask"]])
             if rows is not None:
                 slots.offsets[rows] = offsets
-        changed[at["slots"]] = slots._replace(offsets=None)
-    for place, x in zip(places_of_rows, to_stored(keys, values, offsets), strict=True):
+        changed[at["slots"]] = slots._replace(offsets=None, smoothing=None)
+    for place, x in zip(places_of_rows, to_stored(keys, values, offsets, smoothing), strict=True):
         changed[place] = None if x is None else x.to(keys.dtype)
     if "query" in at:
-        changed[at["query"]] = hadamard(operands[at["query"]]).to(keys.dtype)
+        changed[at["query"]] = smoothed_query(operands[at["query"]], smoothing).to(keys.dtype)
     return tuple(changed)
 
 

@@ -88,7 +88,7 @@ def _write_kept(
             view.write_by_head(
                 numbers, torch.where(filled, values_by_key.gather(-1, source), empty)
             )
-    new_rows = to_stored(keys, values, slots.offsets)
+    new_rows = to_stored(keys, values, slots.offsets, slots.smoothing)
     for rows, incoming in zip((slots.keys, slots.values), new_rows, strict=True):
         if rows is not None:
             _write_kept_rows(rows, incoming, view, source, filled)

@@ -33,6 +33,7 @@ def simulate(
     stored_keys: Tensor | None,
     stored_values: Tensor | None,
     offsets: Tensor | None,
+    smoothing: Tensor | None,
     sink_logits: Tensor | None,
 ) -> None:
     """See `h2o.ops.simulate`. Prompts are processed at once. The columns after them follow one by
@@ -70,8 +71,8 @@ def simulate(
     later = real & ~early
     if stored_keys is not None and stored_values is not None:
         index = position.clamp(min=0)[:, None, :, None].expand(B, G, Q, D)
-        each = None if offsets is None else offsets[:, :, None]
-        rows = from_stored(dequantize(stored_keys, D), dequantize(stored_values, D), each)
+        each = [None if x is None else x[:, :, None] for x in (offsets, smoothing)]
+        rows = from_stored(dequantize(stored_keys, D), dequantize(stored_values, D), *each)
         keys, values = (x.gather(2, index) for x in rows)
     _one_by_one(
         query, keys, values, later, positions, is_kept, norms, limits, out, evicted_at, scores,

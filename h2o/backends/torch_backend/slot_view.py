@@ -77,8 +77,9 @@ class SlotView:
         keys = self.rows("keys", D)
         if self.slots.values is None:
             return keys, keys
-        offsets = None if self.slots.offsets is None else self.by_slot(self.slots.offsets)
-        return from_stored(keys, self.rows("values", D), offsets)
+        changes = (self.slots.offsets, self.slots.smoothing)
+        each = (None if x is None else self.by_slot(x) for x in changes)
+        return from_stored(keys, self.rows("values", D), *each)
 
     def add_head_axis(self, x: Tensor) -> Tensor:
         """Tensor by slot as [B, G or 1, S, ...], not expanded over heads."""
@@ -174,7 +175,7 @@ def quantize_like_slots(
     Keys and values with the same quantized format are converted together, since this takes fifty
     torch operations for any number of rows.
     """
-    key, value = to_stored(key, value, slots.offsets)
+    key, value = to_stored(key, value, slots.offsets, slots.smoothing)
     if value is None:  # the slots have no values either
         return [(slots.keys, stored_like(key, slots.keys))]
     if slots.keys.dtype == torch.uint8 and slots.keys.shape == slots.values.shape:

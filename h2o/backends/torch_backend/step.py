@@ -15,7 +15,7 @@ from h2o.backends.torch_backend.attend import apply_softcap
 from h2o.backends.torch_backend.ranking import lowest, rank_keys, split_budget
 from h2o.backends.torch_backend.slot_view import SlotView, products, quantize_like_slots, row_norms
 from h2o.policy import Policy
-from h2o.quantization import hadamard
+from h2o.quantization import hadamard, smoothed_query
 from h2o.sink_logits import softmax
 
 
@@ -54,12 +54,14 @@ def step(
 
     keys = view.rows("keys", D)
     queries = query.reshape(B, G, H // G, D).float()
-    if slots.offsets is not None:
-        keys = keys + view.by_slot(hadamard(slots.offsets))
-        if table is None:
-            queries = hadamard(queries)
-        else:
-            keys = hadamard(keys)
+    if slots.offsets is not None and table is None:
+        offsets = slots.offsets.float()
+        if slots.smoothing is not None:
+            offsets = offsets / slots.smoothing.float()
+        keys = keys + view.by_slot(hadamard(offsets))
+        queries = smoothed_query(query, slots.smoothing).view(queries.shape)
+    elif slots.offsets is not None:
+        keys, _ = view.keys_and_values(D)
     if table is not None and ranks is not None:
         view.write(ranks, index, held, real)
         keys = rotate_by(keys.float(), table[view.add_head_axis(ranks).clamp(0, len(table) - 1)])

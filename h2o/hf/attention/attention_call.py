@@ -145,11 +145,12 @@ def as_stored(tokens: NewTokens, slots: ops.Slots) -> NewTokens:
     slots are not quantized."""
     if slots.keys.dtype != torch.uint8:
         return tokens
-    offsets = slots.offsets
-    if offsets is not None and slots.rows is not None:
-        offsets = offsets[slots.rows.long()]
+    changes = slots.offsets, slots.smoothing
+    if slots.rows is not None:
+        index = slots.rows.long()
+        changes = tuple(None if x is None else x[index] for x in changes)
     sizes = [x.shape[-1] for x in (slots.keys, slots.values) if x is not None]
-    key, value = round_to_bytes(tokens.key, tokens.value, sizes, offsets)
+    key, value = round_to_bytes(tokens.key, tokens.value, sizes, *changes)
     if value is None or tokens.value is None:
         return tokens._replace(key=key.to(tokens.key.dtype))
     return tokens._replace(key=key.to(tokens.key.dtype), value=value.to(tokens.value.dtype))

@@ -120,13 +120,14 @@ def keys_and_values(slots: ops.Slots, sizes: list[int], D: int) -> tuple[Tensor,
     """The model's own keys and values in the slots, in the layout of the slots. Do not write to
     them."""
     keys, values = dequantize(slots.keys, D), dequantize(slots.values, D)
-    offsets = slots.offsets
-    if offsets is None:
-        return keys, values
-    if slots.starts is None:
-        return from_stored(keys, values, offsets[:, :, None])
-    by_slot = [x[:, None].expand(-1, n, -1) for x, n in zip(offsets.unbind(1), sizes, strict=True)]
-    return from_stored(keys, values, torch.cat(by_slot, 1))
+
+    def by_slot(of_heads: Tensor | None) -> Tensor | None:
+        if of_heads is None or slots.starts is None:
+            return None if of_heads is None else of_heads[:, :, None]
+        pairs = zip(of_heads.unbind(1), sizes, strict=True)
+        return torch.cat([x[:, None].expand(-1, n, -1) for x, n in pairs], 1)
+
+    return from_stored(keys, values, by_slot(slots.offsets), by_slot(slots.smoothing))
 
 
 def gather_held_keys(slots: ops.Slots, sizes: list[int], **fields: float) -> list[Tensor]:

@@ -107,6 +107,7 @@ def cut_cache(
         prompt = Prompt(
             keys, values, mask, ranks, echo=None, counts=[mask.shape[1]], columns=source.seen,
             column_mask=None, budget=PromptBudget(budget, []),
+            smoothing=layer.smoothing(None, keys, mask),
         )  # fmt: skip
         layer.store(prompt, budget)
         layer.slots.scores.sub_(2 * (layer.slots.scores >= 2))

@@ -314,10 +314,10 @@ class BaseLayer(CacheLayerMixin):
     def _unpack_rows(self, rows: list[Tensor], positions: Tensor) -> tuple[Tensor, Tensor]:
         """Convert rows of slots [B, G, n, ...] at these positions [B, G, n] to the model's keys and
         values."""
-        (D, _), offsets = self.facts.row_size, self.slots.offsets
-        added = None if offsets is None else offsets[:, :, None]
-        keys, values = from_stored(dequantize(rows[0], D), dequantize(rows[-1], D), added)
-        if added is not None:
+        (D, _), slots = self.facts.row_size, self.slots
+        changes = (None if x is None else x[:, :, None] for x in (slots.offsets, slots.smoothing))
+        keys, values = from_stored(dequantize(rows[0], D), dequantize(rows[-1], D), *changes)
+        if slots.offsets is not None:
             keys = keys.masked_fill((positions < 0)[..., None], 0)
         return self.variant.unpack_rows(move_forward(self, keys, -1), values)
 

@@ -28,6 +28,7 @@ from h2o.hf.rotary.model_rotary import ModelRotary, rotate
 class CacheRelativeVariant(PlainVariant):
     """Stores keys without rotation. Attention rotates them by rank."""
 
+    smooths = False  # rotation mixes elements
     centers_on_gpus = False  # their kernels would rotate keys without their offsets
 
     def __init__(self, rotary: ModelRotary) -> None:
@@ -124,7 +125,8 @@ def attend(
         at = ranks(slots, sizes).clamp(min=0).long()
         D, dtype = key.shape[-1], key.dtype
         keys, values = (x.to(dtype) for x in slot_layout.keys_and_values(slots, sizes, D))
-        slots = slots._replace(keys=rotate(keys, table[at]), values=values, offsets=None)
+        keys = rotate(keys, table[at])
+        slots = slots._replace(keys=keys, values=values, offsets=None, smoothing=None)
     return ops.attend(query, rotate(key, angles), value, slots, mask=mask, **more)
 
 

@@ -42,6 +42,8 @@ from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.modes import Mode, check_modes
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt
+from h2o.kv_dtype import has_four_bit_keys
+from h2o.quantization import set_smoothing, smoothing_of
 from h2o.slots import should_center
 from h2o.tensors import check_memory
 
@@ -245,9 +247,13 @@ class H2OLayer(BaseLayer):
             if rows.pinned.rows:
                 scores = rows.pinned.score(scores, positions_in(mask, scores)[0])
             centers = self.config.kv_dtype is not None and self._centers_keys(tokens)
+            smoothing = None
+            if centers:  # the queries of a DynamicCache's first keys are not known
+                smoothing = self.smoothing(tokens.query if unscored is None else None, keys, mask)
             prompt = Prompt(
-                keys, values, mask, scores, echo, rows.counts, Q, tokens.mask, budget, centers
-            )
+                keys, values, mask, scores, echo, rows.counts, Q, tokens.mask, budget, centers,
+                smoothing,
+            )  # fmt: skip
             if the_pass.pool is None or echo is None:
                 self.store(prompt, budget.by_row)
             else:
@@ -268,6 +274,13 @@ class H2OLayer(BaseLayer):
         """Whether a prompt's quantized keys are stored with offsets."""
         is_possible = self.variant.centers_on_gpus or not tokens.key.is_cuda
         return is_possible and should_center(tokens.key, tokens.softcap, tokens.sink_logits)
+
+    def smoothing(self, query: Tensor | None, keys: Tensor, mask: Tensor | None) -> Tensor | None:
+        """`Slots.smoothing` for a prompt's keys; None: slots keep the smoothing of empty ones."""
+        is_smoothed = self.variant.smooths and self.variant.has_values
+        if not is_smoothed or not has_four_bit_keys(self.config.kv_dtype):
+            return None
+        return smoothing_of(query, keys, mask)
 
     def _compete(self, prompt: Prompt, pool: CrossHeadBudget) -> None:
         """Let the keys of a prompt compete with those of other layers for one budget. The last
@@ -293,6 +306,8 @@ class H2OLayer(BaseLayer):
             kv_dtype=self.config.kv_dtype, shared=not self.variant.has_values,
             offsets=prompt.centers_keys,
         )  # fmt: skip
+        if prompt.smoothing is not None:
+            slots.smoothing.copy_(prompt.smoothing)
         ops.evict(
             prompt.keys, prompt.values, prompt.scores, slots, mask=prompt.mask, policy=self.policy
         )
@@ -310,6 +325,11 @@ class H2OLayer(BaseLayer):
 
     def attend_and_evict(self, tokens: NewTokens, slots: ops.Slots) -> Tensor:
         """Attend to the slots and the new tokens, then keep as many of both as fit the budget."""
+
+        if self.variant.smooths:
+            set_smoothing(
+                slots.smoothing, slots.seen_tokens == 0, tokens.query, tokens.key, tokens.mask
+            )
 
         def attend() -> tuple[Tensor, Tensor]:
             out, scores = self._attention(round_like_slots(tokens, slots), slots)

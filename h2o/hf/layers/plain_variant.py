@@ -46,6 +46,8 @@ class PlainVariant:
     their keys received; None: `h2o.hf.attention.attention_call.attention` does"""
     centers_on_gpus = True
     """Whether a prompt's quantized keys may be stored with offsets on a GPU"""
+    smooths = True
+    """Whether four-bit keys get smoothing. It fits queries that multiply keys as they are stored"""
     end_call: Callable[[], None] | None = None
     """Discards the state of one attention call, if there is any"""
 

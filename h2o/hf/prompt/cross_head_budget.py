@@ -62,6 +62,8 @@ class Prompt(NamedTuple):
     """Budgets of the layer's heads before it gets slots from the pool"""
     centers_keys: bool = True
     """Whether slots get offsets if keys are quantized"""
+    smoothing: Tensor | None = None
+    """`Slots.smoothing` of the slots, [B, G, D]; None: 1"""
     lost_pool: bool = False
     """Whether a head got no slots from the pool, so that it keeps `min_tokens` keys"""
 

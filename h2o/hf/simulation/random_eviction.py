@@ -19,7 +19,7 @@ from h2o.config.layer_plan import LayerPlan
 from h2o.hf.attention.attention_call import NewTokens
 from h2o.hf.cache_state.slot_layout import Budgets, positions_in
 from h2o.hf.conversation.pins import PinnedRows
-from h2o.hf.simulation.simulated_layer import VisibleKeys
+from h2o.hf.simulation.simulated_layer import VisibleKeys, prompt_smoothing
 
 
 def simulate_random(
@@ -48,7 +48,9 @@ def simulate_random(
             heavy, recent = by_row[b][g % len(by_row[b])]
             seen = columns.new_tensor(_evictions(ranked, plan.sinks, heavy, recent, first))
             evicted_at[b, g, columns] = after[seen].int()
-    visible = VisibleKeys(evicted_at, prompts, plan.config.kv_dtype)
+    kv_dtype = plan.config.kv_dtype
+    smoothing = prompt_smoothing(text, prompts, kv_dtype)
+    visible = VisibleKeys(evicted_at, prompts, kv_dtype, smoothing)
     return visible.attend(text), evicted_at, ranks.masked_fill(positions < 0, 0.0)
 
 

@@ -36,9 +36,9 @@ from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt
 from h2o.hf.prompt.echo_scorer import PromptEcho
 from h2o.hf.prompt.prompt_budget import PromptBudget
 from h2o.hf.simulation.removals import Remaining, Removals
-from h2o.kv_dtype import stored_bytes
+from h2o.kv_dtype import has_four_bit_keys, stored_bytes
 from h2o.policy import Policy
-from h2o.quantization import offsets_of, round_to_bytes
+from h2o.quantization import offsets_of, round_to_bytes, smoothing_of
 from h2o.slots import should_center
 
 
@@ -99,6 +99,8 @@ def simulate_tokenwise(
         evicted_after.copy_(torch.where(evicted, seen[:, None, None].int(), evicted_after))
 
     note(order.masked_fill(~early, N)[:, None], scores)
+    if slots.smoothing is not None:
+        slots.smoothing.copy_(smoothing_of(text.query, text.key, early))
     ops.evict(text.key, text.value, scores, slots, mask=early, policy=policy)
     columns = torch.arange(1, N + 1, device=device)
     seen = (early * columns).amax(1)
@@ -172,6 +174,19 @@ def score_prompts(
         scores, found = echo.scores(prompt, scores)
     positions, _ = positions_in(prompt.mask, scores)
     return prompt, out, pins.score(scores, positions), found
+
+
+def prompt_smoothing(
+    text: NewTokens, prompts: Sequence[int], kv_dtype: str | None
+) -> Tensor | None:
+    """`Slots.smoothing` [B, G, D] of an `H2OCache` that reads these prompts first; None: its slots
+    have none."""
+    is_centered = should_center(text.key, text.softcap, text.sink_logits)
+    if not has_four_bit_keys(kv_dtype) or text.value is None or not is_centered:
+        return None
+    real = _find_real(text)
+    lengths = torch.tensor(prompts, dtype=torch.long, device=real.device)[:, None]
+    return smoothing_of(text.query, text.key, real & (real.cumsum(1) <= lengths))
 
 
 def _find_real(text: NewTokens) -> Tensor:
@@ -254,6 +269,8 @@ class VisibleKeys(NamedTuple):
     prompts: Sequence[int]
     """Prompt length of each row. A prompt's tokens see keys as computed, not as stored"""
     kv_dtype: str | None
+    smoothing: Tensor | None
+    """`prompt_smoothing` of the layer whose keys these are"""
 
     def attend(self, call: AttentionCall | NewTokens) -> Tensor:
         """A layer's attention [B, P, H, D] to the visible keys."""
@@ -266,7 +283,8 @@ class VisibleKeys(NamedTuple):
             if should_center(key, call.softcap, call.sink_logits):
                 first = in_prompt if call.mask is None else in_prompt & call.mask.bool()
                 offsets = offsets_of(key, first.expand(len(key), -1))
-            stored = round_to_bytes(key, value, stored_bytes(self.kv_dtype, key.shape[-1]), offsets)
+            sizes = stored_bytes(self.kv_dtype, key.shape[-1])
+            stored = round_to_bytes(key, value, sizes, offsets, self.smoothing)
         parts = []
         for first in range(0, P, ROWS):
             rows = slice(first, min(first + ROWS, P))

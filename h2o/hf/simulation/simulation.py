@@ -46,6 +46,7 @@ from h2o.hf.simulation.removals import Removals, check_layers, check_pins, check
 from h2o.hf.simulation.simulated_layer import (
     SimulatedBudgets,
     VisibleKeys,
+    prompt_smoothing,
     real_columns,
     retained_by_token,
     simulate_tokenwise,
@@ -289,7 +290,9 @@ class Simulation:
             if self._scores is not None:
                 self._scores[call.layer] = scores
             if call.layer in self._key_sources.values():
-                visible = VisibleKeys(evicted_at, prompts, plan.config.kv_dtype)
+                kv_dtype = plan.config.kv_dtype
+                smoothing = prompt_smoothing(text, prompts, kv_dtype)
+                visible = VisibleKeys(evicted_at, prompts, kv_dtype, smoothing)
                 vars(self._thread_local)[str(call.layer)] = visible
         if self._evicted_at is not None:
             self._evicted_at[call.layer] = evicted_at
@@ -323,6 +326,7 @@ class Simulation:
             torch.tensor(by_row, dtype=torch.int32, device=device).squeeze(1),
             kv_dtype=config.kv_dtype,
             offsets=should_center(text.key, text.softcap, text.sink_logits),
+            smoothing=prompt_smoothing(text, prompts, config.kv_dtype),
             policy=config.policy,
             **text.options,
         )
