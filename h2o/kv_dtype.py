@@ -63,11 +63,11 @@ def bytes_per_token(
     """
     full = rows * D * element
     held = full if kv_dtype is None else sum(stored_bytes(kv_dtype, D)[:rows])
-    of_keys = 0 if kv_dtype is None or rows == 1 else 1 + has_four_bit_keys(kv_dtype)
+    of_keys = 0 if kv_dtype is None or rows == 1 else 1 + (kv_dtype == "int4")
     return full, held + 8 + 4 * value_weighted, FIXED + 2 * D * of_keys
 
 
-FEW_KEYS = 0.1
+FEW_KEYS = 0.25
 """Share of a text's keys up to which more keys are worth more than precise ones. (Measured:
 docs/reference/results.md, "Keys in four bits".)"""
 

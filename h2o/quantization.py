@@ -35,8 +35,10 @@ from torch import Tensor
 from h2o.arguments.plain_values import check_choice
 
 CENTER_TOKENS = 32
-"""Number of a row's first keys whose mean is the offset, and of its first tokens that determine the
-smoothing"""
+"""Number of a row's first keys whose mean is the offset"""
+
+SMOOTHING_TOKENS = 128
+"""Number of a row's first tokens whose queries and keys determine the smoothing"""
 
 SMALLEST = 0.01
 """Smallest mean square of an element in `smoothing_of`, as a share of the mean over all elements"""
@@ -72,7 +74,7 @@ def smoothing_of(query: Tensor | None, keys: Tensor, mask: Tensor | None) -> Ten
     and keys [B, G, Q, D].
 
     A factor is the square root of the key element's standard deviation over the root mean square of
-    the query element, among the first `CENTER_TOKENS`. This minimizes the expected squared error of
+    the query element, among the first `SMOOTHING_TOKENS`. This minimizes the expected squared error of
     logits if all elements of a transformed key are rounded alike. Factors are scaled to a geometric
     mean of 1. `mask`: [B, Q] bool or uint8, 0 for padding. `query`: None if it is not known, and
     then its elements count as equal. Factors are 1 if a row has fewer than two tokens, or if they
@@ -81,10 +83,10 @@ def smoothing_of(query: Tensor | None, keys: Tensor, mask: Tensor | None) -> Ten
     wide = torch.float32 if keys.device.type == "mps" else torch.float64
     _, G, Q, _ = keys.shape
     if mask is None:
-        first = keys.new_ones(1, min(Q, CENTER_TOKENS), dtype=torch.bool)
+        first = keys.new_ones(1, min(Q, SMOOTHING_TOKENS), dtype=torch.bool)
     else:
         real = mask.bool()
-        first = real & (real.cumsum(1) <= CENTER_TOKENS)
+        first = real & (real.cumsum(1) <= SMOOTHING_TOKENS)
     n = first.shape[1]
     weights = first[:, None, :, None].to(wide)
     count = weights.sum(2)

@@ -248,7 +248,8 @@ class H2OLayer(BaseLayer):
                 scores = rows.pinned.score(scores, positions_in(mask, scores)[0])
             centers = self.config.kv_dtype is not None and self._centers_keys(tokens)
             smoothing = None
-            if centers:  # the queries of a DynamicCache's first keys are not known
+            if centers and self.config.kv_dtype == "int4":
+                # The queries of a DynamicCache's keys are not known.
                 smoothing = self.smoothing(tokens.query if unscored is None else None, keys, mask)
             prompt = Prompt(
                 keys, values, mask, scores, echo, rows.counts, Q, tokens.mask, budget, centers,
