@@ -435,7 +435,8 @@ int h2o_check_rows(const h2o_view *keys, const h2o_view *values, const h2o_view 
                         offsets->name, D, (int)H2O_MOST_TRANSFORMED);
     }
     const bool is_smoothed = h2o_given(smoothing);
-    if (is_smoothed && (!h2o_given(offsets) || h2o_stored_type(keys, D) != H2O_S4)) {
+    const bool fits = h2o_given(offsets) && h2o_row_is_four_bit_key(h2o_stored_type(keys, D));
+    if (is_smoothed && !fits) {
         return h2o_fail(error, H2O_EVALUE, "%s: is given, but %s %s", smoothing->name,
                         h2o_given(offsets) ? keys->name : offsets->name,
                         h2o_given(offsets) ? "does not have four bits" : "is None");

@@ -105,10 +105,12 @@ H2O_INLINE bool h2o_row_is_quantized(h2o_dtype stored) {
     return false H2O_QUANTIZED_ROWS(H2O_IS);
 }
 
-/* Whether a type is one of quantized keys, and one of quantized values. */
+/* Whether a type is one of quantized keys, one of those in four bits, and one of quantized values. */
 H2O_INLINE bool h2o_row_quantizes_keys(h2o_dtype stored) {
     return false H2O_QUANTIZED_KEYS(H2O_IS);
 }
+
+H2O_INLINE bool h2o_row_is_four_bit_key(h2o_dtype stored) { return false H2O_S4_ROWS(H2O_IS); }
 
 H2O_INLINE bool h2o_row_quantizes_values(h2o_dtype stored) {
     return false H2O_QUANTIZED_VALUES(H2O_IS);

@@ -42,6 +42,11 @@ def has_four_bit_keys(kv_dtype: str | None) -> bool:
     return kv_dtype == "int4"
 
 
+def is_four_bit_key(size: int, D: int) -> bool:
+    """Whether a stored key of D elements that takes so many bytes has four bits."""
+    return D % 32 == 0 and size == stored_bytes("int4", D)[0]
+
+
 TokenBytes = tuple[int, int, int]
 """Bytes of a token in a full cache, of a slot (stored key and value, score, position and norm), and
 of what a head needs outside its slots; for one key/value head"""

@@ -74,11 +74,11 @@ def smoothing_of(query: Tensor | None, keys: Tensor, mask: Tensor | None) -> Ten
     and keys [B, G, Q, D].
 
     A factor is the square root of the key element's standard deviation over the root mean square of
-    the query element, among the first `SMOOTHING_TOKENS`. This minimizes the expected squared error of
-    logits if all elements of a transformed key are rounded alike. Factors are scaled to a geometric
-    mean of 1. `mask`: [B, Q] bool or uint8, 0 for padding. `query`: None if it is not known, and
-    then its elements count as equal. Factors are 1 if a row has fewer than two tokens, or if they
-    are not finite in float16.
+    the query element, among the first `SMOOTHING_TOKENS`. This minimizes the expected squared error
+    of logits if all elements of a transformed key are rounded alike. Factors are scaled to a
+    geometric mean of 1, and are 1 if a row has fewer than two tokens, or if they are not finite in
+    float16. `mask`: [B, Q] bool or uint8, 0 for padding. `query`: None if it is not known, and then
+    its elements count as equal.
     """
     wide = torch.float32 if keys.device.type == "mps" else torch.float64
     _, G, Q, _ = keys.shape

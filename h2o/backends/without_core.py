@@ -22,7 +22,7 @@ import numpy as np
 
 from h2o import packages
 from h2o.arguments.plain_values import is_number
-from h2o.kv_dtype import stored_bytes
+from h2o.kv_dtype import is_four_bit_key
 from h2o.policy import check_policy
 from h2o.slots import KINDS, MOST_TRANSFORMED, Kind, Slots
 
@@ -241,7 +241,7 @@ class _Check:
             return
         if given["offsets"] is None:
             raise ValueError(f"{prefix}smoothing: is given, but {prefix}offsets is None")
-        if keys.shape[-1] != stored_bytes("int4", self.sizes["D"])[0]:
+        if not is_four_bit_key(keys.shape[-1], self.sizes["D"]):
             reason = f"{prefix}{name} does not have four bits"
             raise ValueError(f"{prefix}smoothing: is given, but {reason}")
 

@@ -31,6 +31,7 @@ from h2o.hf.layers.pass_runners import EagerRunner
 from h2o.hf.layers.plain_variant import PlainVariant
 from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.prompt.echo_scorer import PromptEcho
+from h2o.kv_dtype import has_four_bit_keys
 from h2o.quantization import dequantize, from_stored
 from h2o.spans import PINNED
 
@@ -90,6 +91,9 @@ class BaseLayer(CacheLayerMixin):
         self.layer_idx = plan.layer
         self.guard = guard or PassGuard(plans={plan.layer: plan})
         self.variant: Any = variant or PlainVariant()
+        has_smoothing = self.variant.has_values and has_four_bit_keys(plan.config.kv_dtype)
+        self.is_smoothed = has_smoothing and self.variant.smooths
+        """Whether the layer sets the `smoothing` of its slots"""
         self.scorer = scorer
         self.runner: Any = runner or EagerRunner()
         self.rotaries = rotaries

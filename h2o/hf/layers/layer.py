@@ -42,7 +42,6 @@ from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.modes import Mode, check_modes
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt
-from h2o.kv_dtype import has_four_bit_keys
 from h2o.quantization import set_smoothing, smoothing_of
 from h2o.slots import should_center
 from h2o.tensors import check_memory
@@ -248,7 +247,7 @@ class H2OLayer(BaseLayer):
                 scores = rows.pinned.score(scores, positions_in(mask, scores)[0])
             centers = self.config.kv_dtype is not None and self._centers_keys(tokens)
             smoothing = None
-            if centers and self.config.kv_dtype == "int4":
+            if centers and self.is_smoothed:
                 # The queries of a DynamicCache's keys are not known.
                 smoothing = self.smoothing(tokens.query if unscored is None else None, keys, mask)
             prompt = Prompt(
@@ -278,10 +277,7 @@ class H2OLayer(BaseLayer):
 
     def smoothing(self, query: Tensor | None, keys: Tensor, mask: Tensor | None) -> Tensor | None:
         """`Slots.smoothing` for a prompt's keys; None: slots keep the smoothing of empty ones."""
-        is_smoothed = self.variant.smooths and self.variant.has_values
-        if not is_smoothed or not has_four_bit_keys(self.config.kv_dtype):
-            return None
-        return smoothing_of(query, keys, mask)
+        return smoothing_of(query, keys, mask) if self.is_smoothed else None
 
     def _compete(self, prompt: Prompt, pool: CrossHeadBudget) -> None:
         """Let the keys of a prompt compete with those of other layers for one budget. The last
@@ -327,7 +323,7 @@ class H2OLayer(BaseLayer):
     def attend_and_evict(self, tokens: NewTokens, slots: ops.Slots) -> Tensor:
         """Attend to the slots and the new tokens, then keep as many of both as fit the budget."""
 
-        if self.variant.smooths:
+        if self.is_smoothed:
             set_smoothing(
                 slots.smoothing, slots.seen_tokens == 0, tokens.query, tokens.key, tokens.mask
             )
