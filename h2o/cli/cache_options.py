@@ -63,7 +63,7 @@ OPTIONS: dict[str, Field] = {
         str, ("auto", *QUANTIZED), None,
         "store keys and values in eight or four bits: int8-int4 has keys in eight and values in "
         "four; auto: int8 if the model's head dimension is no multiple of 32, otherwise int4 if "
-        "less than a tenth of the keys would fit in eight bits, and int8-int4 if not",
+        "less than a quarter of the keys would fit in eight bits, and int8-int4 if not",
     ),
     "head_shares": Field(
         str, None, "FILE",

@@ -95,8 +95,8 @@ class H2OConfig(Presets):
     """Format of stored keys and values. None: the model's dtype. "int8": 8 bits, one 16-bit scale
     per key and value. "int8-int4": the same for keys, and 4-bit values in groups of 32, each with a
     scale and a minimum. "int4": 4-bit keys too, one scale per key. "auto": "int8-int4"; "int4" if
-    that holds less than a tenth of the keys; "int8" if the head dimension is no multiple of 32. New
-    tokens of one pass see each other unquantized."""
+    that holds less than a quarter of the keys; "int8" if the head dimension is no multiple of 32.
+    New tokens of one pass see each other unquantized."""
     head_shares: Any = None
     """How the key/value heads share the budget. The mean over all heads stays what `heavy` and
     `recent` say, and every head gets at least 8 tokens. None: equal shares. Numbers

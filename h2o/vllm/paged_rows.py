@@ -205,7 +205,7 @@ class PagedLayer:
         self.whole: ops.Slots | None = None
         """[buffers, ...], the prompts that are kept whole: without a budget, ordered by position"""
         self.queries: Tensor | None = None
-        """[buffers, H, tokens, D], the queries of these prompts (`PageBudget.keeps_queries`)"""
+        """[buffers, H, tokens, D], the queries of these prompts if scores or smoothing need them"""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, batch: Batch, out: Tensor) -> None:
         """Compute the attention of a batch's tokens, and evict.
@@ -258,7 +258,7 @@ class PagedLayer:
         buffer = chunk.buffer
         if self.whole is None:  # shorter prompts leave the rest of the longest rows untouched
             self.whole = self.budget.whole(key)
-            if self.budget.keeps_queries:
+            if self.prompt_scores is not None or self.budget.keeps_queries:
                 size = self.budget.buffers, query.shape[1], self.budget.longest, query.shape[3]
                 self.queries = query.new_zeros(size)
         assert buffer is not None

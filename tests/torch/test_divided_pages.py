@@ -11,6 +11,7 @@ import torch
 
 from h2o import H2OConfig, ops
 from h2o.config.layer_plan import LayerPlan
+from h2o.quantization import set_smoothing
 from h2o.vllm.page_budget import PageBudget
 from h2o.vllm.page_store import PageStore, page_bytes
 from h2o.vllm.paged_request import PagedRequest
@@ -38,6 +39,9 @@ CONFIGS = {
     ),
     "bytes": H2OConfig(
         heavy=12, recent=4, score_by="mean-echo", head_shares="echo", kv_dtype="int8-int4"
+    ),
+    "four bits": H2OConfig(
+        heavy=12, recent=4, score_by="mean-echo", head_shares="echo", kv_dtype="int4"
     ),
     "fractions": H2OConfig(
         heavy=0.3, recent=0.1, sinks=1, min_tokens=8, score_by="mean-echo", head_shares="echo"
@@ -128,7 +132,8 @@ def alone(config: H2OConfig, each: Talk) -> tuple[torch.Tensor, list[list[list[i
             value_weighted=config.policy.value_weighted, kv_dtype=config.kv_dtype, offsets=True,
         )  # fmt: skip
         slots.budget[0, :, 0] = torch.tensor(sizes)
-        k, v = (x[:, :, : each.prompt] for x in (keys, values))
+        q, k, v = (x[:, :, : each.prompt] for x in (query, keys, values))
+        set_smoothing(slots.smoothing, slots.seen_tokens == 0, q, k, None)
         ops.evict(k, v, scores, slots, policy=config.policy)
         parts = [out[0]]
         for i in range(each.prompt, each.seen):

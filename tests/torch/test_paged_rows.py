@@ -20,6 +20,7 @@ import torch
 from h2o import H2OConfig, backends, ops
 from h2o.hf.cache_state import slot_layout
 from h2o.hf.cache_state.slot_removal import remove_tokens
+from h2o.quantization import set_smoothing
 from h2o.vllm import metrics
 from h2o.vllm.config_entry import config_of_entry, whole_prompts_of
 from h2o.vllm.page_budget import PageBudget
@@ -133,6 +134,7 @@ def alone(config: H2OConfig, each: Talk, prompt_scores=None) -> tuple[torch.Tens
     wanted = budget.by_head(LAYER, keys, PagedRequest(each.prompt, None, each.pinned))
     slots.budget.copy_(torch.tensor(wanted, dtype=torch.int32).view_as(slots.budget))
     q, k, v = (x[:, :, : each.prompt] for x in (query, keys, values))
+    set_smoothing(slots.smoothing, slots.seen_tokens == 0, q, k, None)
     out, scores = ops.attend(q, k, v, scale=SCALE, policy=config.policy)
     if prompt_scores is not None:
         scores = prompt_scores(q, k, v, scores)[0]
