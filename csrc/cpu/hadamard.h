@@ -115,10 +115,10 @@ static __attribute__((noinline)) void hadamard(float *x, int64_t D) {
 static void load_changed_key(row_ref key, key_change change, int64_t D, float *to) {
     load_row(key, D, to);
     for (int64_t d = 0; d < D; d += VL) {
-        vf_store(to + d, vf_sub(vf_load(to + d), row_load(change.offset, d, D)));
+        vf_store(to + d, vf_sub(vf_load(to + d), row_vector(change.offset, d, D)));
     }
     for (int64_t d = 0; change.smoothing.data && d < D; d += VL) {
-        vf_store(to + d, vf_div(vf_load(to + d), row_load(change.smoothing, d, D)));
+        vf_store(to + d, vf_div(vf_load(to + d), row_vector(change.smoothing, d, D)));
     }
     hadamard(to, D);
 }
@@ -127,7 +127,7 @@ static void load_changed_key(row_ref key, key_change change, int64_t D, float *t
 static void load_changed_query(row_ref query, row_ref smoothing, int64_t D, float *to) {
     load_row(query, D, to);
     for (int64_t d = 0; smoothing.data && d < D; d += VL) {
-        vf_store(to + d, vf_mul(vf_load(to + d), row_load(smoothing, d, D)));
+        vf_store(to + d, vf_mul(vf_load(to + d), row_vector(smoothing, d, D)));
     }
     hadamard(to, D);
 }

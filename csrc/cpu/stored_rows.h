@@ -221,10 +221,10 @@ static void restore_value(const char *row, h2o_dtype type, int64_t D, float *to)
 static void restore_key(const char *row, h2o_dtype type, key_change change, int64_t D, float *to) {
     restore_value(row, type, D, to);
     for (int64_t d = 0; change.smoothing.data && d < D; d += VL) {
-        vf_store(to + d, vf_mul(vf_load(to + d), row_load(change.smoothing, d, D)));
+        vf_store(to + d, vf_mul(vf_load(to + d), row_vector(change.smoothing, d, D)));
     }
     for (int64_t d = 0; d < D; d += VL) {
-        vf_store(to + d, vf_add(vf_load(to + d), row_load(change.offset, d, D)));
+        vf_store(to + d, vf_add(vf_load(to + d), row_vector(change.offset, d, D)));
     }
 }
 

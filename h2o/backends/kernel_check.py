@@ -271,7 +271,8 @@ def _simulation(
     out = number(B, total, G * case.R, case.D, dtype=case.dtype)
     evicted = number(B, G, total, dtype=torch.int32)
     scores = number(B, G, total)
-    arguments = (*text, pads, prompt, budget, out, evicted, scores, *numbers, *stored, None, sinks)
+    results = out, evicted, scores
+    arguments = (*text, pads, prompt, budget, *results, *numbers, *stored, None, None, sinks)
     yield "simulate", arguments
 
 
