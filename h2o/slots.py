@@ -21,7 +21,7 @@ from h2o.arguments.plain_values import (
     nested,
 )
 from h2o.budgets import UNLIMITED, check_tokens
-from h2o.kv_dtype import QUANTIZED, has_four_bit_keys, stored_bytes
+from h2o.kv_dtype import QUANTIZED, stored_bytes
 from h2o.tensors import get_4d_sizes, new_tensors
 
 Tensor = Any  # any object that supports DLPack
@@ -228,7 +228,7 @@ def empty_slots(
         shapes["norms"] = slots
     if offsets and kv_dtype is not None and not shared:
         shapes["offsets"] = (B, G, D)
-        if has_four_bit_keys(kv_dtype):
+        if key_size < D:  # four bits
             shapes["smoothing"] = (B, G, D)
     wanted = [(shape, KINDS[name].dtype or dtype, EMPTY[name]) for name, shape in shapes.items()]
     fields: dict[str, Any] = {"values": None, "budget": budget}
