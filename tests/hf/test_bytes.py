@@ -72,11 +72,8 @@ def test_keys_in_four_bits():
         total = cache.report().total
         assert total.bytes_held + total.bytes_bookkeeping <= 0.2 * total.bytes_full
         kept[kv_dtype] = sum(total.kept)
-    # Keys in eight bits would be a quarter of all.
-    for dtype, budget in (
-        (torch.bfloat16, 0.115),
-        (torch.float32, 0.0576),
-    ):  # a quarter of the keys
+    # With these budgets keys in eight bits would be a quarter of all.
+    for dtype, budget in ((torch.bfloat16, 0.115), (torch.float32, 0.0576)):
         sized = llama(2, head_dim=64).to(dtype)
         sized.config.dtype = dtype
         for factor, wanted in ((0.98, "int4"), (1.02, "int8-int4")):

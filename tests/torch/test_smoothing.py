@@ -78,7 +78,7 @@ def test_uneven_queries_cost_no_precision(engine):
 )
 @pytest.mark.parametrize("D", [32, 96])
 def test_answers_are_the_oracles(engine, logits, budget, D):
-    """Of prompts, steps and chunks, also of padded rows, and of heads with their own budgets."""
+    """Prompts, steps and chunks, padded rows, and heads with their own budgets."""
     text = uneven(6.0, D)
     mask = np.ones((B, sum(CALLS)), bool)
     mask[0, :9] = mask[1, 3] = mask[1, 45] = False
