@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from h2o.utils.progress import print_line
 from . import text_windows
 from .peers.environments import Peer
 
+OURS = ("authors", "robust-bytes", "calibrated-bytes")
 PRESSES = ("ObservedAttention", "SnapKV", "KeyDiff", "ExpectedAttention", "AdaKV")
 BUDGETS = (0.04, 0.1, 0.2)
 PACKED = 4.5 / 16
@@ -42,10 +44,10 @@ PACKED = 4.5 / 16
 64 numbers"""
 
 
-def rows(window: int, rest: int) -> list[tuple[str, dict]]:
+def rows(window: int, rest: int, ours: Sequence[str] = OURS) -> list[tuple[str, dict]]:
     """List (name, request): a setting for h2o, or a peer's request."""
     listed = [("full", {"setting": "full"})]
-    for kind in ("authors", "robust-bytes", "calibrated-bytes"):
+    for kind in ours:
         listed += [(f"{kind}:{part}", {"setting": f"{kind}:{part}"}) for part in BUDGETS]
     for method, bits in [*((press, 16) for press in PRESSES), ("ObservedAttention", 4)]:
         for count in ("cut", "end"):
@@ -60,7 +62,7 @@ def rows(window: int, rest: int) -> list[tuple[str, dict]]:
                     listed.append((name, request))
     for bits in (2, 4):
         listed.append((f"QuantizedCache, {bits} bits", {"method": "QuantizedCache", "bits": bits}))
-    for kind in ("robust-bytes", "calibrated-bytes"):  # the bytes of these two caches at the end
+    for kind in ours[1:]:  # the bytes of these two caches at the end
         listed += [(f"{kind}:{part}", {"setting": f"{kind}:{part}"}) for part in (0.21, 0.33)]
     return listed
 
@@ -84,22 +86,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     text_windows.add_arguments(parser, limit=16)
     parser.add_argument("--rest", type=int, default=64, help="tokens after the prompt (64)")
+    parser.add_argument("--model", help="a folder; default: the embedded SmolLM2-135M")
+    parser.add_argument("--ours", nargs="+", default=OURS, help="settings in bytes, or authors")
     parser.add_argument("--output-path", type=Path, default=Path("h2o-eval"))
     options = parser.parse_args()
     prompt = options.window - options.rest
 
     model, tokenizer = models.load_model(
-        None, attn_implementation=None, dtype="bfloat16", log=print_line
+        options.model, attn_implementation=None, dtype="bfloat16", log=print_line
     )
     parts = text_windows.read(options, tokenizer)
-    origin = provenance(model, tokenizer, models.DEFAULT_MODEL)
+    origin = provenance(model, tokenizer, options.model or models.DEFAULT_MODEL)
     config = model.config
-    full = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    full = 4 * config.num_hidden_layers * config.num_key_value_heads * size
     cells = ResultFile(options.output_path / "peers.jsonl")
-    wanted = rows(options.window, options.rest)
+    wanted = rows(options.window, options.rest, options.ours)
     losses: dict[str, list[float]] = {name: [] for name, _ in wanted}
     sizes: dict[str, list[str]] = {}
-    folder, threads = str(models.embedded_folder()), str(torch.get_num_threads())
+    folder = options.model or str(models.embedded_folder())
+    threads = str(torch.get_num_threads())
     with Peer("quality", folder, threads) as peer, tqdm(total=len(wanted) * options.limit) as bar:
         for ids in parts:
             for name, request in wanted:

@@ -34,10 +34,12 @@ COUNTS = ("cut", "end")
 PRESSES = ("KVzip", "SnapKV", "ExpectedAttention", "KeyDiff", "AdaKV")
 
 
-def rows(counts: Sequence[str]) -> list[tuple[str, str, str, float]]:
+def rows(
+    counts: Sequence[str], presses: Sequence[str] = PRESSES
+) -> list[tuple[str, str, str, float]]:
     """List (name, method, "cut" or "end", budget)."""
     listed = [("full", "full", "cut", 1.0)]
-    for method in PRESSES:
+    for method in presses:
         for count in counts:
             listed += [(f"{method}:{part} {count}", method, count, part) for part in BUDGETS]
     return listed
@@ -67,20 +69,23 @@ def main() -> None:
         "--limit", type=int, default=2, help="trials of each length, depth and kind (2)"
     )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--model", help="a folder; default: the embedded SmolLM2-135M")
+    parser.add_argument("--presses", nargs="+", default=PRESSES, choices=PRESSES)
     parser.add_argument("--output-path", type=Path, default=Path("h2o-eval"))
     options = parser.parse_args()
     model, tokenizer = models.load_model(
-        None, attn_implementation=None, dtype=options.dtype, log=print_line
+        options.model, attn_implementation=None, dtype=options.dtype, log=print_line
     )
-    origin = provenance(model, tokenizer, models.DEFAULT_MODEL)
+    origin = provenance(model, tokenizer, options.model or models.DEFAULT_MODEL)
     text = options.text.read_text("utf-8")
     trials = needles.Needles.make_rows(
         text, tokenizer, options.lengths, options.limit, options.facts
     )
-    listed = rows(options.count)
+    listed = rows(options.count, options.presses)
     cells = ResultFile(options.output_path / "needle_peers.jsonl")
     results: dict[str, list[dict[str, Any]]] = {name: [] for name, *_ in listed}
-    arguments = str(models.embedded_folder()), str(torch.get_num_threads()), options.dtype
+    folder = options.model or str(models.embedded_folder())
+    arguments = folder, str(torch.get_num_threads()), options.dtype
     with (
         Peer("quality", *arguments) as peer,
         tqdm(total=len(trials) * len(results)) as bar,

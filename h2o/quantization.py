@@ -28,11 +28,13 @@ of a block that is transformed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from h2o.arguments.plain_values import check_choice
+from h2o.slots import Slots
 
 CENTER_TOKENS = 32
 """Number of a row's first keys whose mean is the offset"""
@@ -43,21 +45,15 @@ SMOOTHING_TOKENS = 128
 SMALLEST = 0.01
 """Smallest mean square of an element in `smoothing_of`, as a share of the mean over all elements"""
 
+SHRUNK_BY = 4
+"""Number of tokens that determine half of the logarithm of a smoothing factor"""
+
 
 def offsets_of(keys: Tensor, mask: Tensor | None) -> Tensor:
     """Offsets [B, G, D] float16 of rows whose first keys are `keys` [B, G, Q, D]: the mean of the
     first `CENTER_TOKENS`. `mask`: [B, Q] bool or uint8, 0 for padding. An element is 0 if the mean
     is not finite in float16, or if there are no keys."""
-    wide = torch.float32 if keys.device.type == "mps" else torch.float64  # mps has no float64
-    if mask is None:
-        first = keys[:, :, :CENTER_TOKENS].to(wide)
-        mean = first.sum(2) / first.shape[2]
-    else:
-        real = mask.bool()
-        first = real & (real.cumsum(1) <= CENTER_TOKENS)
-        chosen = keys.to(wide).masked_fill(~first[:, None, :, None], 0)
-        mean = chosen.sum(2) / first.sum(1).clamp(min=1)[:, None, None]
-    mean = mean.float()
+    mean = _mean(*_first_tokens(keys, mask, CENTER_TOKENS)).float()
     most = torch.finfo(torch.float16).max
     return torch.where(mean.abs() <= most, mean, 0.0).half()  # NaN compares false
 
@@ -69,6 +65,30 @@ def set_offsets(offsets: Tensor, empty: Tensor, keys: Tensor, mask: Tensor | Non
     offsets.copy_(torch.where(empty[:, None, None], offsets_of(keys, mask), offsets))
 
 
+def _first_tokens(x: Tensor, mask: Tensor | None, most: int) -> tuple[Tensor, Tensor | None]:
+    """The first tokens of each row of x [B, G, Q, D], without padding: [B, G, n, D] with n up to
+    `most`. Where a row has fewer, other tokens follow, at which the bool mask [B, n] is False."""
+    if mask is None:
+        return x[:, :, :most], None
+    real = mask.bool()
+    order = (~real).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]
+    index = order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
+    return x.gather(2, index), real.gather(1, order)
+
+
+def _mean(x: Tensor, real: Tensor | None) -> Tensor:
+    """Mean [B, G, D] over the real tokens of x [B, G, n, D] in float64; 0 if there are none."""
+    x = x.to(_wide(x))
+    if real is None:
+        return x.sum(2) / max(1, x.shape[2])
+    chosen = x.masked_fill(~real[:, None, :, None], 0)
+    return chosen.sum(2) / real.sum(1).clamp(min=1)[:, None, None]
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float32 if x.device.type == "mps" else torch.float64  # mps has no float64
+
+
 def smoothing_of(query: Tensor | None, keys: Tensor, mask: Tensor | None) -> Tensor:
     """Smoothing factors [B, G, D] float16 of rows whose first tokens have the queries [B, H, Q, D]
     and keys [B, G, Q, D].
@@ -76,50 +96,41 @@ def smoothing_of(query: Tensor | None, keys: Tensor, mask: Tensor | None) -> Ten
     A factor is the square root of the key element's standard deviation over the root mean square of
     the query element, among the first `SMOOTHING_TOKENS`. This minimizes the expected squared error
     of logits if all elements of a transformed key are rounded alike. Factors are scaled to a
-    geometric mean of 1, and are 1 if a row has fewer than two tokens, or if they are not finite in
-    float16. `mask`: [B, Q] bool or uint8, 0 for padding. `query`: None if it is not known, and then
-    its elements count as equal.
+    geometric mean of 1. Those of few tokens are uncertain, so n tokens determine n / (n +
+    `SHRUNK_BY`) of a factor's logarithm. Factors are 1 if a row has fewer than two tokens, or if
+    they are not finite in float16. `mask`: [B, Q] bool or uint8, 0 for padding. `query`: None if it
+    is not known, and then its elements count as equal.
     """
-    wide = torch.float32 if keys.device.type == "mps" else torch.float64
-    _, G, Q, _ = keys.shape
-    if mask is None:
-        first = keys.new_ones(1, min(Q, SMOOTHING_TOKENS), dtype=torch.bool)
-    else:
-        real = mask.bool()
-        first = real & (real.cumsum(1) <= SMOOTHING_TOKENS)
-    n = first.shape[1]
-    weights = first[:, None, :, None].to(wide)
-    count = weights.sum(2)
-
-    def mean_square(x: Tensor) -> Tensor:
-        x = x[:, :, :n].to(wide).masked_fill(~first[:, None, :, None], 0)
-        mean = x.square().sum(2).unflatten(1, (G, -1)).mean(2) / count.clamp(min=1)
-        return mean + SMALLEST * mean.mean(-1, keepdim=True)
-
-    centered = keys.to(wide) - offsets_of(keys, mask)[:, :, None].to(wide)
-    factors = mean_square(centered).log()
+    G = keys.shape[1]
+    first, real = _first_tokens(keys, mask, SMOOTHING_TOKENS)
+    centered = first.to(_wide(keys)) - offsets_of(first, real)[:, :, None].to(_wide(keys))
+    logarithm = _floored(_mean(centered.square(), real)).log()
     if query is not None:
-        factors = factors - mean_square(query).log()
-    factors = ((factors - factors.mean(-1, keepdim=True)) / 4).exp().half()
+        first_queries, _ = _first_tokens(query, mask, SMOOTHING_TOKENS)
+        squares = _mean(first_queries.to(_wide(query)).square(), real)
+        logarithm = logarithm - _floored(squares.unflatten(1, (G, -1)).mean(2)).log()
+    count: Any = first.shape[2] if real is None else real.sum(1)[:, None, None]
+    share = count / (count + SHRUNK_BY) / 4
+    factors = ((logarithm - logarithm.mean(-1, keepdim=True)) * share).exp().half()
     usable = (factors.isfinite() & (factors > 0)).all(-1, keepdim=True) & (count > 1)
     return torch.where(usable, factors, 1.0)
 
 
-def set_smoothing(
-    smoothing: Tensor | None,
-    empty: Tensor,
-    query: Tensor | None,
-    keys: Tensor,
-    mask: Tensor | None,
-) -> None:
-    """Set the smoothing [B, G, D] of rows that hold nothing yet (`empty`, [B] bool) and get keys.
-    None: slots have none. Call it before the keys are stored."""
-    if smoothing is None:
+def _floored(squares: Tensor) -> Tensor:
+    """Mean squares [B, G, D], none of which is negligible beside the others."""
+    return squares + SMALLEST * squares.mean(-1, keepdim=True)
+
+
+def set_smoothing(slots: Slots, query: Tensor, keys: Tensor, mask: Tensor | None) -> None:
+    """Set the smoothing of rows that hold nothing yet and get keys, if slots have any. Call it
+    before the keys are stored. The slots have no `rows`."""
+    empty = slots.seen_tokens == 0
+    if slots.smoothing is None or (empty.is_cpu and not empty.any()):
         return
     if mask is not None:
         empty = empty & mask.bool().any(1)
     factors = smoothing_of(query, keys, mask)
-    smoothing.copy_(torch.where(empty[:, None, None], factors, smoothing))
+    slots.smoothing.copy_(torch.where(empty[:, None, None], factors, slots.smoothing))
 
 
 def to_stored(

@@ -75,7 +75,7 @@ class Slots(NamedTuple):
     smoothing: Tensor | None = None
     """[Z, G, D] float16, above 0: four-bit keys are divided by it after their offset is subtracted,
     and queries are multiplied by it. Operations only read it. Write it before a row's first keys
-    are stored (`h2o.quantization.set_smoothing`); 1 until then. None: neither happens."""
+    are stored (`h2o.quantization.smoothing_of`); 1 until then. None: neither happens."""
 
 
 class Kind(NamedTuple):
@@ -118,6 +118,8 @@ ROWS = ("keys", "values")
 """Fields with the row of each key and value."""
 PER_ROW = tuple(name for name, kind in KINDS.items() if kind.shape.startswith("Z"))
 """Fields with an entry for each row."""
+CHANGED = tuple(name for name in PER_ROW if name != "budget")
+"""Fields that forward passes write to: those that operations write to, and `smoothing`."""
 
 
 EMPTY = dict.fromkeys(KINDS, 0) | {"positions": -1, "smoothing": 1}
@@ -126,9 +128,9 @@ EMPTY = dict.fromkeys(KINDS, 0) | {"positions": -1, "smoothing": 1}
 
 def empty_row(slots: Slots, row: int) -> None:
     """Empty a row but keep its budget."""
-    for name, kind in KINDS.items():
+    for name in CHANGED:
         field = getattr(slots, name)
-        if field is not None and (kind.written or name == "smoothing") and name not in ROWS:
+        if field is not None and name not in ROWS:
             field[row] = EMPTY[name]
 
 

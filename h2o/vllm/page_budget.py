@@ -17,6 +17,7 @@ from h2o import ops
 from h2o.config import H2OConfig
 from h2o.config.layer_plan import LayerPlan, expand_to_heads
 from h2o.kv_dtype import has_four_bit_keys
+from h2o.quantization import SMOOTHING_TOKENS
 from h2o.spans import Row, count
 from h2o.vllm.config_entry import WHOLE_PROMPTS
 from h2o.vllm.page_store import ALIGNMENT, page_bytes
@@ -171,12 +172,15 @@ class PageBudget:
             return 0
         slots = sum(x.nbytes for x in self.whole(keys.to("meta")) if x is not None)
         row = heads * keys.shape[-1] * keys.element_size()
-        return slots + self.keeps_queries * self.buffers * self.longest * row
+        return slots + self.buffers * self.kept_queries * row
 
     @property
-    def keeps_queries(self) -> bool:
-        """Whether prompts that are kept whole need their queries, for echo or for smoothing."""
-        return self.config.score_by == "mean-echo" or has_four_bit_keys(self.config.kv_dtype)
+    def kept_queries(self) -> int:
+        """Number of first tokens of a prompt kept whole whose queries are kept: all for echo, and
+        otherwise those that determine the smoothing."""
+        if self.config.score_by == "mean-echo":
+            return self.longest
+        return min(self.longest, has_four_bit_keys(self.config.kv_dtype) * SMOOTHING_TOKENS)
 
     def page_bytes(self, keys: torch.Tensor) -> int:
         """Bytes of a layer's page. All pages have the size that the largest layer needs on any

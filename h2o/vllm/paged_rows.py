@@ -205,7 +205,7 @@ class PagedLayer:
         self.whole: ops.Slots | None = None
         """[buffers, ...], the prompts that are kept whole: without a budget, ordered by position"""
         self.queries: Tensor | None = None
-        """[buffers, H, tokens, D], the queries of these prompts if scores or smoothing need them"""
+        """[buffers, H, n, D], the queries of their first tokens (`PageBudget.kept_queries`)"""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, batch: Batch, out: Tensor) -> None:
         """Compute the attention of a batch's tokens, and evict.
@@ -258,8 +258,9 @@ class PagedLayer:
         buffer = chunk.buffer
         if self.whole is None:  # shorter prompts leave the rest of the longest rows untouched
             self.whole = self.budget.whole(key)
-            if self.prompt_scores is not None or self.budget.keeps_queries:
-                size = self.budget.buffers, query.shape[1], self.budget.longest, query.shape[3]
+            kept = self.budget.longest if self.prompt_scores else self.budget.kept_queries
+            if kept:
+                size = self.budget.buffers, query.shape[1], kept, query.shape[3]
                 self.queries = query.new_zeros(size)
         assert buffer is not None
         if chunk.opens:
@@ -268,7 +269,8 @@ class PagedLayer:
         scores = self._attend(tokens, held, out)
         ops.evict(key, value, scores, held, policy=self.policy)
         if self.queries is not None:
-            self.queries[buffer, :, chunk.length - query.shape[2] : chunk.length] = query[0]
+            place = self.queries[buffer, :, chunk.length - query.shape[2] : chunk.length]
+            place.copy_(query[0, :, : place.shape[1]])
         if chunk.ends:
             whole, end = self.whole, chunk.length
             prompt = (x[buffer, :, :end][None] for x in (whole.keys, whole.values, whole.scores))

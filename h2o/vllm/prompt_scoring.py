@@ -78,17 +78,9 @@ class CrossLayerBudget:
         )
         tokens = scores.shape[2]
         prompt = Prompt(
-            keys.clone(),
-            values.clone(),
-            None,
-            scores.clone(),
-            echo,
-            [tokens],
-            tokens,
-            None,
-            own,
+            keys.clone(), values.clone(), None, scores.clone(), echo, [tokens], tokens, None, own,
             smoothing=smoothing,
-        )
+        )  # fmt: skip
         divided = [*self._by_page[page].take(layer, prompt)]
         if divided:
             del self._by_page[page]

@@ -12,8 +12,10 @@ from transformers import CompileConfig
 
 from h2o import H2OCache, H2OConfig, UnsupportedError, ops
 from h2o.compat import with_cache
+from h2o.hf.attention.attention_call import NewTokens, attention, evict_after
 from h2o.hf.layers import pass_runners
 from h2o.hf.model_traits.shared_keys import SHARES_KEYS
+from h2o.quantization import smoothing_of
 from tests.hf.modes import policy
 from tests.hf.recordings import recording
 from tests.hf.test_saved import assert_same
@@ -184,14 +186,48 @@ def test_a_chunk_that_fails_leaves_the_slots_as_they_were(monkeypatch):
         assert x is None or torch.equal(x, y)
 
 
+@pytest.mark.parametrize("is_operator", [True, False])
+def test_a_row_gets_its_smoothing_with_its_first_tokens(monkeypatch, is_operator):
+    """Row 0 is padding in the first chunk, and attention of the second one fails once."""
+    pass_runners.register()
+    text = drifting(3, B=2, N=12, D=32)
+    query, keys, values = (torch.from_numpy(x).to(DEVICE) for x in text)
+    slots = ops.new_slots(keys, 8, 2, 2, kv_dtype="int4", offsets=True)
+    mask = torch.ones(2, 12, dtype=torch.bool, device=DEVICE)
+    mask[0, :7] = False
+
+    def chunk(begin, end):
+        new = [x[:, :, begin:end] for x in (query, keys, values)]
+        fields = {"mask": mask[:, begin:end], "scale": None, "softcap": 0.0}
+        if is_operator:
+            torch.ops.h2o.chunk(*new, *slots, *ops.Policy(), **fields)
+            return
+        tokens = NewTokens(*new, **fields)
+        policy = ops.Policy()
+        evict_after(lambda: attention(tokens, slots, policy), tokens, slots, policy)
+
+    chunk(0, 7)
+    first = smoothing_of(query[:, :, :7], keys[:, :, :7], None)[1]
+    assert torch.equal(slots.smoothing, torch.stack([torch.ones_like(first), first]))
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "attend", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            chunk(7, 12)
+    assert (slots.smoothing[0] == 1).all()
+    chunk(7, 12)
+    second = smoothing_of(query[:, :, 7:], keys[:, :, 7:], None)[0]
+    assert torch.equal(slots.smoothing, torch.stack([second, first]))
+
+
 @pytest.mark.parametrize(("operator", "begin"), [("step", 11), ("chunk", 9)])
 def test_what_the_operations_say_of_themselves(operator, begin):
     """The operators must write only to tensors that they declare, give fake tensors the right
     shape, and compile."""
     pass_runners.register()
-    text = drifting(3, B=2, N=12)
+    text = drifting(3, B=2, N=12, D=32)
     query, keys, values = (torch.from_numpy(x).to(DEVICE) for x in text)
-    stores = ({}, {"value_weighted": True}, {"kv_dtype": "int8"})
+    four_bits = {"kv_dtype": "int4", "offsets": True}
+    stores = ({}, {"value_weighted": True}, {"kv_dtype": "int8"}, four_bits)
     for kind, capacity in itertools.product(stores, (8, [8, 5])):
         slots = ops.new_slots(keys, capacity, 2, 2, **kind)
         policy = {"value_weighted": kind.get("value_weighted", False)}

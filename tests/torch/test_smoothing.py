@@ -157,16 +157,33 @@ def test_factors_are_usable_numbers(size):
 def test_only_empty_rows_with_tokens_are_set():
     text = uneven(3.0)
     query, keys = torch.from_numpy(text.query), torch.from_numpy(text.keys)
-    smoothing = torch.ones(B, G, D, dtype=torch.float16)
+    slots = ops.new_slots(keys, 9, **STORED)
     mask = torch.ones(B, keys.shape[2], dtype=torch.bool)
     mask[0] = False
-    set_smoothing(smoothing, torch.tensor([True, True]), query, keys, mask)
-    assert (smoothing[0] == 1).all()
-    assert (smoothing[1] != 1).any()
-    before = smoothing.clone()
-    set_smoothing(smoothing, torch.tensor([False, False]), query, 2 * keys.flip(-1), None)
-    assert torch.equal(smoothing, before)
-    set_smoothing(None, torch.tensor([True, True]), query, keys, None)
+    set_smoothing(slots, query, keys, mask)
+    assert (slots.smoothing[0] == 1).all()
+    assert torch.equal(slots.smoothing[1], smoothing_of(query, keys, None)[1])
+    slots.seen_tokens[:] = torch.tensor([0, 3])
+    before = slots.smoothing.clone()
+    set_smoothing(slots, query, 2 * keys.flip(-1), None)
+    assert (slots.smoothing[0] != 1).any()
+    assert torch.equal(slots.smoothing[1], before[1])
+    set_smoothing(ops.new_slots(keys, 9), query, keys, None)
+
+
+def test_few_tokens_decide_little():
+    """Factors of a few tokens are noise where elements do not differ."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(50, 2, 3, D, generator=generator)
+    first, held = (torch.randn(50, 1, n, D, generator=generator) for n in (3, 200))
+    offsets, sizes = offsets_of(first, None), (D // 2 + 2, D // 2 + D // 8)
+    asked = torch.randn(50, 1, 20, D, generator=generator)
+
+    def error(smoothing: torch.Tensor | None) -> float:
+        rounded, _ = round_to_bytes(held, None, sizes, offsets, smoothing)
+        return float((asked @ (rounded - held).mT).square().mean())
+
+    assert error(smoothing_of(query, first, None)) < 1.2 * error(None)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

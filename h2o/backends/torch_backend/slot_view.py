@@ -74,12 +74,19 @@ class SlotView:
     def keys_and_values(self, D: int) -> tuple[Tensor, Tensor]:
         """The model's own keys and values, [B, G or 1, S, D] each. The keys are the values too if
         the slots have no values."""
-        keys = self.rows("keys", D)
         if self.slots.values is None:
+            keys = self.rows("keys", D)
             return keys, keys
+        return self._restored(self.rows("keys", D), self.rows("values", D))
+
+    def model_keys(self, D: int) -> Tensor:
+        """The keys of `keys_and_values` alone."""
+        return self._restored(self.rows("keys", D), None)[0]
+
+    def _restored(self, keys: Tensor, values: Tensor | None) -> tuple[Tensor, Any]:
         changes = (self.slots.offsets, self.slots.smoothing)
         each = (None if x is None else self.by_slot(x) for x in changes)
-        return from_stored(keys, self.rows("values", D), *each)
+        return from_stored(keys, values, *each)
 
     def add_head_axis(self, x: Tensor) -> Tensor:
         """Tensor by slot as [B, G or 1, S, ...], not expanded over heads."""

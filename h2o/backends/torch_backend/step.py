@@ -61,7 +61,7 @@ def step(
         keys = keys + view.by_slot(hadamard(offsets))
         queries = smoothed_query(query, slots.smoothing).view(queries.shape)
     elif slots.offsets is not None:
-        keys, _ = view.keys_and_values(D)
+        keys = view.model_keys(D)
     if table is not None and ranks is not None:
         view.write(ranks, index, held, real)
         keys = rotate_by(keys.float(), table[view.add_head_axis(ranks).clamp(0, len(table) - 1)])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from h2o import ops
 from h2o.hf.model_traits.tagged_tensor import plain
 from h2o.policy import Policy
-from h2o.quantization import round_to_bytes
+from h2o.quantization import round_to_bytes, set_smoothing
 
 
 class AttentionCall(NamedTuple):
@@ -217,10 +217,11 @@ def evict_after(
     attend: Callable[[], tuple[Tensor, Tensor]], tokens: NewTokens, slots: ops.Slots, policy: Policy
 ) -> Tensor:
     """Return the output of `attend`, and evict by the scores that it returns. Pinned keys stay
-    pinned. If an error is raised, the slots are unchanged."""
+    pinned. If an error is raised, no key has changed."""
     scores_before = slots.scores.clone()
     try:
         out, scores = attend()
+        set_smoothing(slots, tokens.query, tokens.key, tokens.mask)
         ops.evict(tokens.key, tokens.value, scores, slots, mask=tokens.mask, policy=policy)
     except Exception:  # attend has changed nothing but the scores
         slots.scores.copy_(scores_before)

@@ -32,7 +32,7 @@ from h2o.packages import version
 from h2o.utils.filesystem import atomic_write
 
 KIND = "h2o cache"
-LAYOUT = 8
+LAYOUT = 9
 """Version of the file format. Increase it when older versions of h2o cannot read new files."""
 
 

@@ -218,10 +218,14 @@ def row_index(rows: list[int], device: torch.device) -> slice | Tensor:
 
 
 def put_rows(slots: ops.Slots, index: slice | Tensor, source: ops.Slots) -> None:
-    """Overwrite the rows `index` of `slots` with those of `source`, which has as many slots."""
+    """Overwrite the rows `index` of `slots` with those of `source`, which has as many slots and the
+    same fields."""
     for name in PER_ROW:
-        if (to := getattr(slots, name)) is not None:
-            to[index] = getattr(source, name)
+        to, rows = getattr(slots, name), getattr(source, name)
+        if (to is None) != (rows is None):
+            raise ValueError(f"rows with and without {name} cannot share slots")
+        if to is not None:
+            to[index] = rows
 
 
 def row_bytes(slots: ops.Slots, sizes: list[int]) -> int:

@@ -25,6 +25,7 @@ from h2o.hf.prompt.cross_head_budget import (
 )
 from h2o.hf.prompt.prompt_budget import PromptBudget, PromptRows
 from h2o.policy import Policy
+from h2o.quantization import smoothing_of
 
 RECENT = 4
 """Number of newest keys of each head that the cut keeps whatever their rank."""
@@ -107,7 +108,7 @@ def cut_cache(
         prompt = Prompt(
             keys, values, mask, ranks, echo=None, counts=[mask.shape[1]], columns=source.seen,
             column_mask=None, budget=PromptBudget(budget, []),
-            smoothing=layer.smoothing(None, keys, mask),
+            smoothing=smoothing_of(None, keys, mask) if layer.is_smoothed else None,
         )  # fmt: skip
         layer.store(prompt, budget)
         layer.slots.scores.sub_(2 * (layer.slots.scores >= 2))

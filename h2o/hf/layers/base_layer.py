@@ -93,7 +93,7 @@ class BaseLayer(CacheLayerMixin):
         self.variant: Any = variant or PlainVariant()
         has_smoothing = self.variant.has_values and has_four_bit_keys(plan.config.kv_dtype)
         self.is_smoothed = has_smoothing and self.variant.smooths
-        """Whether the layer sets the `smoothing` of its slots"""
+        """Whether slots with offsets get smoothing"""
         self.scorer = scorer
         self.runner: Any = runner or EagerRunner()
         self.rotaries = rotaries

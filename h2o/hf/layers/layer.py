@@ -42,7 +42,7 @@ from h2o.hf.model_traits import tensor_parallel
 from h2o.hf.modes import Mode, check_modes
 from h2o.hf.prompt import prompt_budget
 from h2o.hf.prompt.cross_head_budget import CrossHeadBudget, Prompt
-from h2o.quantization import set_smoothing, smoothing_of
+from h2o.quantization import smoothing_of
 from h2o.slots import should_center
 from h2o.tensors import check_memory
 
@@ -247,9 +247,9 @@ class H2OLayer(BaseLayer):
                 scores = rows.pinned.score(scores, positions_in(mask, scores)[0])
             centers = self.config.kv_dtype is not None and self._centers_keys(tokens)
             smoothing = None
-            if centers and self.is_smoothed:
-                # The queries of a DynamicCache's keys are not known.
-                smoothing = self.smoothing(tokens.query if unscored is None else None, keys, mask)
+            if centers and self.is_smoothed:  # the queries of a DynamicCache's keys are not known
+                query = tokens.query if unscored is None else None
+                smoothing = smoothing_of(query, keys, mask)
             prompt = Prompt(
                 keys, values, mask, scores, echo, rows.counts, Q, tokens.mask, budget, centers,
                 smoothing,
@@ -275,10 +275,6 @@ class H2OLayer(BaseLayer):
         is_possible = self.variant.centers_on_gpus or not tokens.key.is_cuda
         return is_possible and should_center(tokens.key, tokens.softcap, tokens.sink_logits)
 
-    def smoothing(self, query: Tensor | None, keys: Tensor, mask: Tensor | None) -> Tensor | None:
-        """`Slots.smoothing` for a prompt's keys; None: slots keep the smoothing of empty ones."""
-        return smoothing_of(query, keys, mask) if self.is_smoothed else None
-
     def _compete(self, prompt: Prompt, pool: CrossHeadBudget) -> None:
         """Let the keys of a prompt compete with those of other layers for one budget. The last
         layer stores the prompts of all.
@@ -302,9 +298,7 @@ class H2OLayer(BaseLayer):
             prompt.keys, capacity.sizes, by_row, value_weighted=self.config.value_weighted,
             kv_dtype=self.config.kv_dtype, shared=not self.variant.has_values,
             offsets=prompt.centers_keys,
-        )  # fmt: skip
-        if prompt.smoothing is not None:
-            slots.smoothing.copy_(prompt.smoothing)
+        )._replace(smoothing=prompt.smoothing)  # fmt: skip
         ops.evict(
             prompt.keys, prompt.values, prompt.scores, slots, mask=prompt.mask, policy=self.policy
         )
@@ -322,11 +316,6 @@ class H2OLayer(BaseLayer):
 
     def attend_and_evict(self, tokens: NewTokens, slots: ops.Slots) -> Tensor:
         """Attend to the slots and the new tokens, then keep as many of both as fit the budget."""
-
-        if self.is_smoothed:
-            set_smoothing(
-                slots.smoothing, slots.seen_tokens == 0, tokens.query, tokens.key, tokens.mask
-            )
 
         def attend() -> tuple[Tensor, Tensor]:
             out, scores = self._attention(round_like_slots(tokens, slots), slots)

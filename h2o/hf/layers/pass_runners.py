@@ -29,7 +29,7 @@ from h2o.hf.attention.attention_call import (
 )
 from h2o.hf.cache_state import slot_layout
 from h2o.policy import OperationScore, Policy
-from h2o.slots import KINDS
+from h2o.slots import CHANGED, KINDS
 
 
 class EagerRunner:
@@ -112,10 +112,10 @@ def register() -> torch.library.Library:
 def _schema(operator: str) -> str:
     """Schema of an operator: the arguments of `h2o.ops.step`, with slots and policy field by field.
 
-    Fields that are written to are marked with an exclamation mark."""
+    Fields that it may write to are marked with an exclamation mark."""
     slots = []
     for index, (name, kind) in enumerate(KINDS.items()):
-        tensor = f"Tensor(s{index}!)" if kind.written else "Tensor"
+        tensor = f"Tensor(s{index}!)" if name in CHANGED else "Tensor"
         slots.append(f"{tensor}{'?' if kind.optional else ''} {name}")
     policy = [f"{_TYPES[hint]} {name}" for name, hint in get_type_hints(Policy).items()]
     return (

@@ -63,7 +63,7 @@ class Prompt(NamedTuple):
     centers_keys: bool = True
     """Whether slots get offsets if keys are quantized"""
     smoothing: Tensor | None = None
-    """`Slots.smoothing` of the slots, [B, G, D]; None: 1"""
+    """`Slots.smoothing` of the slots, [B, G, D]; None: they have none"""
     lost_pool: bool = False
     """Whether a head got no slots from the pool, so that it keeps `min_tokens` keys"""
 
