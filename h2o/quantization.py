@@ -34,7 +34,6 @@ import torch
 from torch import Tensor
 
 from h2o.arguments.plain_values import check_choice
-from h2o.slots import Slots
 
 CENTER_TOKENS = 32
 """Number of a row's first keys whose mean is the offset"""
@@ -121,16 +120,18 @@ def _floored(squares: Tensor) -> Tensor:
     return squares + SMALLEST * squares.mean(-1, keepdim=True)
 
 
-def set_smoothing(slots: Slots, query: Tensor, keys: Tensor, mask: Tensor | None) -> None:
-    """Set the smoothing of rows that hold nothing yet and get keys, if slots have any. Call it
-    before the keys are stored. The slots have no `rows`."""
-    empty = slots.seen_tokens == 0
-    if slots.smoothing is None or (empty.is_cpu and not empty.any()):
+def set_smoothing(
+    smoothing: Tensor | None, seen: Tensor, query: Tensor, keys: Tensor, mask: Tensor | None
+) -> None:
+    """Set the smoothing [B, G, D] of rows that have seen no tokens (`seen`, [B]) and get some; do
+    nothing for slots without smoothing. Call it before the keys are stored."""
+    empty = seen == 0
+    if smoothing is None or (empty.is_cpu and not empty.any()):
         return
     if mask is not None:
         empty = empty & mask.bool().any(1)
     factors = smoothing_of(query, keys, mask)
-    slots.smoothing.copy_(torch.where(empty[:, None, None], factors, slots.smoothing))
+    smoothing.copy_(torch.where(empty[:, None, None], factors, smoothing))
 
 
 def to_stored(

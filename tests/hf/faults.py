@@ -46,8 +46,8 @@ FAULTS = (
     ),
     Fault(
         f"{STATE}/slot_layout.py",
-        "if (to := getattr(slots, name)) is not None:",
-        'if (to := getattr(slots, name)) is not None and name != "scores":',
+        "        if to is not None:\n            to[index] = rows",
+        '        if to is not None and name != "scores":\n            to[index] = rows',
         "GENERATE_ALL",
     ),
     Fault(

@@ -133,7 +133,7 @@ def alone(config: H2OConfig, each: Talk) -> tuple[torch.Tensor, list[list[list[i
         )  # fmt: skip
         slots.budget[0, :, 0] = torch.tensor(sizes)
         q, k, v = (x[:, :, : each.prompt] for x in (query, keys, values))
-        set_smoothing(slots, q, k, None)
+        set_smoothing(slots.smoothing, slots.seen_tokens, q, k, None)
         ops.evict(k, v, scores, slots, policy=config.policy)
         parts = [out[0]]
         for i in range(each.prompt, each.seen):

@@ -134,7 +134,7 @@ def alone(config: H2OConfig, each: Talk, prompt_scores=None) -> tuple[torch.Tens
     wanted = budget.by_head(LAYER, keys, PagedRequest(each.prompt, None, each.pinned))
     slots.budget.copy_(torch.tensor(wanted, dtype=torch.int32).view_as(slots.budget))
     q, k, v = (x[:, :, : each.prompt] for x in (query, keys, values))
-    set_smoothing(slots, q, k, None)
+    set_smoothing(slots.smoothing, slots.seen_tokens, q, k, None)
     out, scores = ops.attend(q, k, v, scale=SCALE, policy=config.policy)
     if prompt_scores is not None:
         scores = prompt_scores(q, k, v, scores)[0]

@@ -157,18 +157,16 @@ def test_factors_are_usable_numbers(size):
 def test_only_empty_rows_with_tokens_are_set():
     text = uneven(3.0)
     query, keys = torch.from_numpy(text.query), torch.from_numpy(text.keys)
-    slots = ops.new_slots(keys, 9, **STORED)
+    smoothing = torch.ones(B, G, D, dtype=torch.float16)
     mask = torch.ones(B, keys.shape[2], dtype=torch.bool)
     mask[0] = False
-    set_smoothing(slots, query, keys, mask)
-    assert (slots.smoothing[0] == 1).all()
-    assert torch.equal(slots.smoothing[1], smoothing_of(query, keys, None)[1])
-    slots.seen_tokens[:] = torch.tensor([0, 3])
-    before = slots.smoothing.clone()
-    set_smoothing(slots, query, 2 * keys.flip(-1), None)
-    assert (slots.smoothing[0] != 1).any()
-    assert torch.equal(slots.smoothing[1], before[1])
-    set_smoothing(ops.new_slots(keys, 9), query, keys, None)
+    set_smoothing(smoothing, torch.tensor([0, 0]), query, keys, mask)
+    assert (smoothing[0] == 1).all()
+    assert torch.equal(smoothing[1], smoothing_of(query, keys, None)[1])
+    before = smoothing.clone()
+    set_smoothing(smoothing, torch.tensor([2, 3]), query, 2 * keys.flip(-1), None)
+    assert torch.equal(smoothing, before)
+    set_smoothing(None, torch.tensor([0, 0]), query, keys, None)
 
 
 def test_few_tokens_decide_little():

@@ -221,7 +221,7 @@ def evict_after(
     scores_before = slots.scores.clone()
     try:
         out, scores = attend()
-        set_smoothing(slots, tokens.query, tokens.key, tokens.mask)
+        set_smoothing(slots.smoothing, slots.seen_tokens, tokens.query, tokens.key, tokens.mask)
         ops.evict(tokens.key, tokens.value, scores, slots, mask=tokens.mask, policy=policy)
     except Exception:  # attend has changed nothing but the scores
         slots.scores.copy_(scores_before)
