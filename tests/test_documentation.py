@@ -343,12 +343,10 @@ def test_readme_has_the_figures_of_the_documents():
     results = (ROOT / "docs/reference/results.md").read_text("utf-8")
     benchmarks = (ROOT / "benchmarks" / "README.md").read_text("utf-8")
     quality = re.findall(r"^\| `H2OConfig\.[^|]*\|(.*)\|$", readme, re.MULTILINE)
-    speed = re.findall(r"^\| (\d+) \| (.*->.*) \|$", readme, re.MULTILINE)
-    assert (len(quality), len(speed)) == (3, 4)
+    speed = re.findall(r"^\| \d+ \| .*->.* \|$", readme, re.MULTILINE)
+    assert (len(quality), len(speed)) == (3, 3)
     assert all(f"|{row}|" in results for row in quality)
-    for prompt, row in speed:
-        (there,) = re.findall(rf"^\| bfloat16 \| {prompt} \| (.*) \|$", benchmarks, re.MULTILINE)
-        assert set(row.split(" | ")) <= set(there.split(" | "))
+    assert all(f"\n{row}\n" in benchmarks for row in speed)
 
 
 def test_readme_says_in_words_what_tables_have():

@@ -82,16 +82,15 @@ def figures() -> Figures:
     }
     _, *rows = table(RESULTS, "Decoys")
     found = {name_of(row[0]): [float(x.split()[0]) for x in row[1:]] for row in rows}
-    _, *rows = table(BENCHMARKS, "SmolLM2 from prompt to text")
-    rows = [row for row in rows if row[0] == "bfloat16"]
-    pairs = [tuple(map(float, row[4].split(" -> "))) for row in rows]
+    _, *rows = table(BENCHMARKS, "Qwen2.5-Coder 1.5B from prompt to text")
+    pairs = [tuple(map(float, row[2].split(" -> "))) for row in rows]
     full, h2o = zip(*pairs, strict=True)
     return Figures(
         [float(cell.rstrip("%")) for cell in head[1:]],
         losses,
         found,
-        [int(row[1]) for row in rows],
-        {"DynamicCache": list(full), "H2OCache, 20% of the keys": list(h2o)},
+        [int(row[0]) for row in rows],
+        {"DynamicCache": list(full), "budget=0.2": list(h2o)},
     )
 
 
@@ -115,20 +114,20 @@ def draw(shown: Figures) -> Any:
         )  # fmt: skip
     recall.axhline(1, color="grey", linewidth=0.8, label="full cache")
     recall.set(
-        title="Facts found among decoys", xlabel="bytes kept, % of a full cache's",
+        title="Facts among decoys: SmolLM2-135M", xlabel="bytes kept, % of a full cache's",
         ylabel="share of what a full cache finds", xlim=(0, None), ylim=(-0.03, 1.04),
         xticks=shown.bytes_kept,
     )  # fmt: skip
     quality.axhline(0, color="grey", linewidth=0.8)
     quality.set(
-        title="A prompt cut once: WikiText-2", xlabel="bytes kept, % of a full cache's",
+        title="A prompt cut once: SmolLM2-135M", xlabel="bytes kept, % of a full cache's",
         ylabel="nats lost per token", xlim=(0, None), xticks=shown.bytes_kept,
     )  # fmt: skip
     for cache, times in shown.token_ms.items():
         speed.plot(shown.prompts, times, marker="o", markersize=4, label=cache)
     speed.set(
-        title="Speed: bfloat16, two cores", xlabel="tokens of the prompt", ylabel="ms per token",
-        ylim=(0, None), xticks=shown.prompts,
+        title="Speed: Qwen2.5-Coder 1.5B, two cores", xlabel="tokens of the prompt", ylabel="ms per token",
+        xlim=(0, None), ylim=(0, None), xticks=shown.prompts,
     )  # fmt: skip
     for axes in figure.axes:
         axes.grid(alpha=0.3)
