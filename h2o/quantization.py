@@ -44,9 +44,6 @@ SMOOTHING_TOKENS = 128
 SMALLEST = 0.01
 """Smallest mean square of an element in `smoothing_of`, as a share of the mean over all elements"""
 
-SHRUNK_BY = 4
-"""Number of tokens that determine half of the logarithm of a smoothing factor"""
-
 
 def offsets_of(keys: Tensor, mask: Tensor | None) -> Tensor:
     """Offsets [B, G, D] float16 of rows whose first keys are `keys` [B, G, Q, D]: the mean of the
@@ -95,10 +92,10 @@ def smoothing_of(query: Tensor | None, keys: Tensor, mask: Tensor | None) -> Ten
     A factor is the square root of the key element's standard deviation over the root mean square of
     the query element, among the first `SMOOTHING_TOKENS`. This minimizes the expected squared error
     of logits if all elements of a transformed key are rounded alike. Factors are scaled to a
-    geometric mean of 1. Those of few tokens are uncertain, so n tokens determine n / (n +
-    `SHRUNK_BY`) of a factor's logarithm. Factors are 1 if a row has fewer than two tokens, or if
-    they are not finite in float16. `mask`: [B, Q] bool or uint8, 0 for padding. `query`: None if it
-    is not known, and then its elements count as equal.
+    geometric mean of 1. Those of few tokens are uncertain, so n tokens determine n / (n + 1) of a
+    factor's logarithm, as if a token with equal elements had come first. Factors are 1 if a row has
+    fewer than two tokens, or if they are not finite in float16. `mask`: [B, Q] bool or uint8, 0 for
+    padding. `query`: None if it is not known, and then its elements count as equal.
     """
     G = keys.shape[1]
     first, real = _first_tokens(keys, mask, SMOOTHING_TOKENS)
@@ -109,8 +106,8 @@ def smoothing_of(query: Tensor | None, keys: Tensor, mask: Tensor | None) -> Ten
         squares = _mean(first_queries.to(_wide(query)).square(), real)
         logarithm = logarithm - _floored(squares.unflatten(1, (G, -1)).mean(2)).log()
     count: Any = first.shape[2] if real is None else real.sum(1)[:, None, None]
-    share = count / (count + SHRUNK_BY) / 4
-    factors = ((logarithm - logarithm.mean(-1, keepdim=True)) * share).exp().half()
+    logarithm = (logarithm - logarithm.mean(-1, keepdim=True)) * (count / (count + 1))
+    factors = (logarithm / 4).exp().half()
     usable = (factors.isfinite() & (factors > 0)).all(-1, keepdim=True) & (count > 1)
     return torch.where(usable, factors, 1.0)
 

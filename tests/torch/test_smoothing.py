@@ -181,7 +181,9 @@ def test_few_tokens_decide_little():
         rounded, _ = round_to_bytes(held, None, sizes, offsets, smoothing)
         return float((asked @ (rounded - held).mT).square().mean())
 
-    assert error(smoothing_of(query, first, None)) < 1.2 * error(None)
+    assert error(smoothing_of(query, first, None)) < 1.3 * error(
+        None
+    )  # 1.5 with all of the factors
 
 
 @pytest.mark.parametrize("engine", ENGINES)
