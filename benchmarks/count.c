@@ -85,6 +85,10 @@ static h2o_slots store(const h2o_dims *dims) {
         slots.keys = make_tensor(H2O_U8, 4, B, G, dims->S, h2o_row_bytes(chosen->keys, dims->D));
     }
     if (chosen->offsets) slots.offsets = make_tensor(H2O_F16, 3, B, G, dims->D, 1);
+    if (chosen->offsets && chosen->keys == H2O_S4) {
+        slots.smoothing = make_tensor(H2O_F16, 3, B, G, dims->D, 1);
+        FILL(uint16_t, slots.smoothing, 0x3c00); /* 1 */
+    }
     return slots;
 }
 
