@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 import torch
 
-from h2o import H2OConfig, backends, ops
+from h2o import H2OConfig, backends, ops, quantization
 from h2o.hf.cache_state import slot_layout
 from h2o.hf.cache_state.slot_removal import remove_tokens
 from h2o.quantization import set_smoothing
-from h2o.vllm import metrics
+from h2o.vllm import metrics, page_budget
 from h2o.vllm.config_entry import config_of_entry, whole_prompts_of
 from h2o.vllm.page_budget import PageBudget
 from h2o.vllm.page_store import PageStore, page_bytes
@@ -231,6 +231,19 @@ def test_prompts_in_chunks_are_cut_at_their_end(name):
     assert traffic(layer, served, seed=3, room=16) > 10
     for each in served:
         wanted, slots = alone(CONFIGS[name], each)
+        torch.testing.assert_close(torch.cat(each.answer), wanted, rtol=2e-4, atol=2e-4)
+        assert torch.equal(each.kept, slots.positions)
+
+
+def test_the_first_queries_of_a_prompt_in_chunks_determine_its_smoothing(monkeypatch):
+    """Only these queries are kept, and here they are in two chunks of 16."""
+    for module in (quantization, page_budget):
+        monkeypatch.setattr(module, "SMOOTHING_TOKENS", 20)
+    layer, served = paged(CONFIGS["of layers"]), talks()
+    assert traffic(layer, served, seed=3, room=16) > 10
+    assert layer.queries.shape == (layer.budget.buffers, H, 20, D)
+    for each in served:
+        wanted, slots = alone(CONFIGS["of layers"], each)
         torch.testing.assert_close(torch.cat(each.answer), wanted, rtol=2e-4, atol=2e-4)
         assert torch.equal(each.kept, slots.positions)
 
