@@ -126,8 +126,8 @@ def draw(shown: Figures) -> Any:
     for cache, times in shown.token_ms.items():
         speed.plot(shown.prompts, times, marker="o", markersize=4, label=cache)
     speed.set(
-        title="Speed: Qwen2.5-Coder 1.5B, two cores", xlabel="tokens of the prompt", ylabel="ms per token",
-        xlim=(0, None), ylim=(0, None), xticks=shown.prompts,
+        title="Speed: Qwen2.5-Coder 1.5B, two cores", xlabel="tokens of the prompt",
+        ylabel="ms per token", xlim=(0, None), ylim=(0, None), xticks=shown.prompts,
     )  # fmt: skip
     for axes in figure.axes:
         axes.grid(alpha=0.3)
