@@ -95,11 +95,13 @@ def time_tokens(
     **how: Any,
 ) -> Times:
     """Generate greedily from ids [1, n] with a cache. `listener` is called with new tokens, and
-    `how` has further arguments of generate()."""
+    `how` has further arguments of generate(). A `generation_config` must be greedy."""
     device = input_device(model)
     stopwatch = Stopwatch(device, listener)
     mask = torch.ones_like(ids)
-    how |= {"do_sample": False, "streamer": stopwatch, **with_cache(cache)}
+    if "generation_config" not in how:  # which is greedy by itself, unlike a model's own
+        how["do_sample"] = False
+    how |= {"streamer": stopwatch, **with_cache(cache)}
     LengthDependentRope(model).forget()  # the angles of an earlier run
     with without_cudnn(device):
         model.generate(ids, attention_mask=mask, **how)
