@@ -38,6 +38,19 @@ FOUND = {
         autocast=True,
         exact=True,
     ),
+    "offsets of heads with their own budgets under autocast": Program(
+        "llava, wide",
+        {
+            "heavy": 16,
+            "recent": 3,
+            "kv_dtype": "int4",
+            "positions": "cache_relative",
+            "head_shares": [[0.4, 1.8], [1.4, 0.4]],
+        },
+        [("read", {"columns": 24}), ("read", {"columns": 1}), ("read", {"columns": 4})],
+        autocast=True,
+        exact=True,
+    ),
     "layers without keys in generate_all": Program(
         "gemma3n_text, full",
         {"heavy": 6, "recent": 3},

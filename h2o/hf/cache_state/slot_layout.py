@@ -124,8 +124,8 @@ def keys_and_values(slots: ops.Slots, sizes: list[int], D: int) -> tuple[Tensor,
     def by_slot(of_heads: Tensor | None) -> Tensor | None:
         if of_heads is None or slots.starts is None:
             return None if of_heads is None else of_heads[:, :, None]
-        pairs = zip(of_heads.unbind(1), sizes, strict=True)
-        return torch.cat([x[:, None].expand(-1, n, -1) for x, n in pairs], 1)
+        # Not by torch.cat, which refuses float16 under autocast to bfloat16.
+        return of_heads.repeat_interleave(torch.tensor(sizes, device=of_heads.device), 1)
 
     return from_stored(keys, values, by_slot(slots.offsets), by_slot(slots.smoothing))
 
