@@ -259,9 +259,9 @@ def build(modes: set[Mode], number: int, *, with_room: bool = False) -> Program:
     which = (
         0 if M.GENERATE_ALL in modes else 1 if M.SIMULATED in modes else chosen.randrange(len(PINS))
     )
-    has_echo = modes | {M.ECHO} if "budget" in settings else modes
+    drawn_for = modes | {M.ECHO} if "budget" in settings else modes  # `budget` ranks by echo
     program = Program(
-        name, settings, _calls(has_echo, rows, chosen), rows=rows,
+        name, settings, _calls(drawn_for, rows, chosen), rows=rows,
         pinned=_pins(modes, rows, which),
         trace=M.TRACE in modes, compileable=M.COMPILED in modes, in_patched=M.PATCHED in modes,
         autocast=M.AUTOCAST in modes, by_torch=M.TORCH_BACKEND in modes,

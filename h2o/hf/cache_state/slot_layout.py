@@ -124,8 +124,12 @@ def keys_and_values(slots: ops.Slots, sizes: list[int], D: int) -> tuple[Tensor,
     def by_slot(of_heads: Tensor | None) -> Tensor | None:
         if of_heads is None or slots.starts is None:
             return None if of_heads is None else of_heads[:, :, None]
-        # Not by torch.cat, which refuses float16 under autocast to bfloat16.
-        return of_heads.repeat_interleave(torch.tensor(sizes, device=of_heads.device), 1)
+        # Neither by torch.cat, which refuses float16 under autocast to bfloat16, nor by
+        # repeat_interleave, which waits for the device.
+        out = of_heads.new_empty(len(of_heads), sum(sizes), of_heads.shape[-1])
+        for part, of_head in zip(heads(out, slots, sizes), of_heads.unbind(1), strict=True):
+            part.copy_(of_head[:, None])
+        return out
 
     return from_stored(keys, values, by_slot(slots.offsets), by_slot(slots.smoothing))
 
