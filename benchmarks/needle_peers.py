@@ -13,6 +13,7 @@ dropped them. The peers run in a separate environment under h2o's cache folder.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,6 +64,7 @@ def main() -> None:
     parser.add_argument("text", type=Path, help="a long plain text")
     parser.add_argument("--lengths", default="512", help="tokens of the texts (512)")
     parser.add_argument("--facts", default="all", help="kinds of h2o eval --needle (all)")
+    parser.add_argument("--decoys", type=int, default=0, help="as of h2o eval --needle (0)")
     parser.add_argument("--count", nargs="+", default=COUNTS, choices=COUNTS,
                         help="when the budgets apply (both)")  # fmt: skip
     parser.add_argument(
@@ -79,8 +81,9 @@ def main() -> None:
     origin = provenance(model, tokenizer, options.model or models.DEFAULT_MODEL)
     text = options.text.read_text("utf-8")
     trials = needles.Needles.make_rows(
-        text, tokenizer, options.lengths, options.limit, options.facts
+        text, tokenizer, options.lengths, options.limit, options.facts, options.decoys
     )
+    questions = sum(len(trial["asked"]["facts"]) for trial in trials)
     listed = rows(options.count, options.presses)
     cells = ResultFile(options.output_path / "needle_peers.jsonl")
     results: dict[str, list[dict[str, Any]]] = {name: [] for name, *_ in listed}
@@ -88,13 +91,12 @@ def main() -> None:
     arguments = folder, str(torch.get_num_threads()), options.dtype
     with (
         Peer("quality", *arguments) as peer,
-        tqdm(total=len(trials) * len(results)) as bar,
+        tqdm(total=questions * len(results)) as bar,
     ):
         for trial in trials:
             document, asked = needles.encode(tokenizer, trial["text"], trial["asked"]["facts"])
-            ((question, answer),) = asked
-            parts = [document[0].tolist(), question[0].tolist() + answer[0].tolist()]
-            for name, *what in listed:
+            for (question, answer), (name, *what) in itertools.product(asked, listed):
+                parts = [document[0].tolist(), question[0].tolist() + answer[0].tolist()]
                 bar.update()
                 request = asked_of(*what, *parts, answer.shape[1])
                 if request is None:
@@ -105,7 +107,7 @@ def main() -> None:
                 if result is None:
                     result = cells.put(facts, peer.ask(**request))
                 results[name].append(result | {"tokens": len(parts[0])})
-    print(f"{len(trials)} facts")
+    print(f"{questions} facts")
     titles = ["setting", "bytes at the cut", "at the end", "found"]
     full = [result["found"] for result in results["full"]]
     lines = [line(name, found, full, results["full"]) for name, found in results.items() if found]

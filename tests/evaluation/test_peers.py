@@ -43,7 +43,8 @@ def test_a_press_on_needles_gets_the_budget_at_the_cut_or_at_the_end():
     assert needle_peers.asked_of("KVzip", "end", 0.1, document, rest, 3) is None
 
 
-def test_the_table_of_needles(tokenizer, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("decoys", "facts"), [(0, 5), (1, 20)])
+def test_the_table_of_needles(decoys, facts, tokenizer, tmp_path, monkeypatch, capsys):
     model = build()
     asked = []
 
@@ -71,13 +72,14 @@ def test_the_table_of_needles(tokenizer, tmp_path, monkeypatch, capsys):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"Boat {i} came home with {i * i % 89} fish. " for i in range(40)))
     chosen = ["--facts", "place", "--lengths", "60", "--limit", "1", "--dtype", "float32"]
+    chosen += ["--decoys", str(decoys)]
     where = ["needle_peers.py", str(text), "--output-path", str(tmp_path / "out"), *chosen]
     monkeypatch.setattr(sys, "argv", where)
     needle_peers.main()
     lines = capsys.readouterr().out.splitlines()
     rows = {line[: line.find("  ")]: line.split()[-6:] for line in lines[3:]}
-    assert lines[0] == "5 facts"
-    assert "of full's 5" in lines[1]
+    assert lines[0] == f"{facts} facts"
+    assert f"of full's {facts}" in lines[1]
     assert rows["full"][2:] == ["1.00", "±0.00"] * 2
     assert rows["SnapKV:0.1 cut"][2:] == ["0.00", "±0.00"] * 2
     assert rows["KVzip:0.2 cut"][2:] == ["1.00", "±0.00"] * 2

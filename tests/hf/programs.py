@@ -195,9 +195,8 @@ class Run:
         return ids, mask
 
     def images(self, ids: Tensor, rows: Sequence[Row]) -> dict[str, Tensor]:
-        """Model inputs for the images of some rows, if they are among these new tokens. A single
-        image token is one that the model has generated, without an image."""
-        if int((ids == tiny.IMAGE).sum()) <= len(rows):
+        """Model inputs for the images of some rows, if they are among these new tokens."""
+        if not bool((ids == tiny.IMAGE).any()):
             return {}
         return {key: torch.cat([row.image[key] for row in rows]) for key in rows[0].image}
 
@@ -274,6 +273,8 @@ class Run:
             inputs = {name: x[::beams] for name, x in inputs.items()}
         given: dict[str, Any] = {"num_beams": beams} if beams > 1 else {}
         given |= self.images(ids, self.rows)
+        if FAMILIES[self.program.family].image:  # a placeholder that has no image
+            given["suppress_tokens"] = [tiny.IMAGE]
         if size is not None:
             given["prefill_chunk_size"] = size
         if drafts:
