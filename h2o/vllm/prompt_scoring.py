@@ -1,8 +1,7 @@
 """`score_by="mean-echo"` and `head_shares="echo"` in vLLM, with the code that scores the first pass
 of an `H2OCache`.
 
-Only this module of `h2o.vllm` imports `h2o.hf`. vLLM's layers pass queries and keys that are
-rotated already.
+vLLM's layers pass queries and keys that are rotated already.
 
 Shape letters: H query heads, G key/value heads, Q tokens of a prompt, D head dimension.
 """
