@@ -273,7 +273,7 @@ class Run:
             inputs = {name: x[::beams] for name, x in inputs.items()}
         given: dict[str, Any] = {"num_beams": beams} if beams > 1 else {}
         given |= self.images(ids, self.rows)
-        if FAMILIES[self.program.family].image:  # a placeholder that has no image
+        if FAMILIES[self.program.family].image:  # or it generates placeholders
             given["suppress_tokens"] = [tiny.IMAGE]
         if size is not None:
             given["prefill_chunk_size"] = size
